@@ -16,7 +16,6 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
 from flexpress.probabilities import NOT_OVER_DEVICES, NOT_WITH_SINKS, look, wanted_of
 from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, aux_of, checked_request
-from flexpress.sinks import fold_sinks
 
 from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
 from .codegen.run.statistics import Statistics, Wanted
@@ -120,8 +119,7 @@ def _attend(arguments: tuple, want_max: bool, deterministic: bool, context: Cont
         refuse_float8_over_devices(arguments[0], extras.quantised)
     refuse_over_devices(dropout, context, arguments[0])
     if context is not None:
-        out, lse, max_scores = _attend_in_context(context, arguments, want_max, deterministic)
-        return (out, lse, max_scores) if sinks is None else (*fold_sinks(out, lse, sinks), max_scores)
+        return _attend_in_context(context, arguments, want_max, deterministic, sinks)
     if is_distributed(arguments[0]):
         from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
 
@@ -318,7 +316,7 @@ def flex_attention(
     return found[:2] if return_lse else found[0]
 
 
-def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
+def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic: bool, sinks: torch.Tensor | None) -> tuple:
     """out, lse and max_scores, or None, of this rank's parts, by a ContextPlan."""
     from flexpress.context import check_plan
     from flexpress.context_attention import Arguments, attend_in_context
@@ -330,7 +328,7 @@ def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic:
         raise ValueError(
             "with context= the plan has the mask: make it as ContextPlan(..., mask_mod=...), and leave block_mask and mask_mod out"
         )
-    given = Arguments(scale, enable_gqa, kernel_options, deterministic, want_max)
+    given = Arguments(scale, enable_gqa, kernel_options, deterministic, want_max, sinks)
     if query.__class__ in ORDINARY or not is_distributed(query):
         return attend_in_context(context, (query, key, value), score_mod, given)
     from flexpress.context_dtensors import attend_shards_in_context

@@ -14,7 +14,7 @@ from torch.types import Device
 
 from flexpress.assignment import assign, imbalance
 from flexpress.checks import extent, resolve_device, whole
-from flexpress.context_agreement import Agreement, digest_of
+from flexpress.context_agreement import Agreement, digest_of, numbers_of
 from flexpress.context_heads import Gathered, HeadSplit
 from flexpress.mask_creation import create_block_mask
 from flexpress.mask_mods import noop_mask
@@ -134,8 +134,9 @@ class ContextPlan:
         device       where attention runs; by default as in create_block_mask
         head_groups  keys and values come in so many groups of heads, those of one while another is computed. That hides a slow network;
                      a fast one (NVLink) takes less time than what more kernels of less work each lose
-        sum_gradients   gradients of what score_mod captures are summed over ranks. False: each rank gets what its own queries give, as for
-                     any parameter; for FSDP and DDP, which add these up, and for tensors that `unshard` made
+        sum_gradients   gradients of what score_mod captures, of a learned scale and of sinks are summed over ranks. False: each rank gets
+                     what its own queries give, as for any parameter; for FSDP and DDP, which add these up, and for tensors that `unshard`
+                     made
         """
         self.q_len = extent("q_len", q_len)
         self.kv_len = self.q_len if kv_len is None else extent("kv_len", kv_len)
@@ -261,12 +262,13 @@ class ContextPlan:
 
     def facts(self) -> dict[str, object]:
         """What must be the same on all ranks, by what it is called in errors."""
-        graph, _ = bind(self.mask_mod, "mask")
+        graph, _ = mask = bind(self.mask_mod, "mask")
         return {
             "q_len, kv_len": (self.q_len, self.kv_len),
             "head_groups": self.head_groups,
             "sum_gradients": self.sum_gradients,
             "mask_mod": f"{graph.name} ({digest_of(text_of(graph)):x})",
+            **numbers_of(mask, "mask_mod"),
             "layout of blocks": f"{self.layout.digest():x}",
             "number of ranks that split heads": self.head_split and self.head_split.ranks,
         }

@@ -1,4 +1,4 @@
-"""Do all ranks mean the same? Asked once for each plan and each kind of call, so that a rank that differs is an error instead of a hang."""
+"""Do all ranks mean the same? Asked at the first call of each kind, so that a rank that differs is an error, not a hang or a wrong sum."""
 
 from __future__ import annotations
 
@@ -65,6 +65,14 @@ class Agreement:
 def digest_of(value: object) -> int:
     """A number of 7 bytes of what a value shows; at least 1."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") or 1
+
+
+def numbers_of(bound: tuple | None, where: str) -> dict[str, object]:
+    """The numbers that a bound mod captures, by what they are called in errors."""
+    if bound is None:
+        return {}
+    graph, values = bound
+    return {f"{number.name} of {where}": value for number, value in zip(graph.scalars, values[len(graph.tensors) :], strict=True)}
 
 
 def _difference(words: list[tuple]) -> str:

@@ -19,11 +19,12 @@ from flexpress.autograd import once
 from flexpress.call import bound
 from flexpress.checks import autocast, parse_options
 from flexpress.context import ContextPlan
-from flexpress.context_agreement import digest_of
+from flexpress.context_agreement import digest_of, numbers_of
 from flexpress.context_exchange import Arriving, Exchange
 from flexpress.parts import Heads, Part, score_of_part
 from flexpress.problem import dense
 from flexpress.scales import read_scale
+from flexpress.sinks import fold_sinks, read_sinks
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
@@ -45,6 +46,7 @@ class Arguments(NamedTuple):
     kernel_options: dict | None = None
     deterministic: bool = False
     max_scores: bool = False
+    sinks: torch.Tensor | None = None  # of this rank's heads
 
 
 def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
@@ -65,9 +67,9 @@ def attend_in_context(
     read          makes what a bound mod captures readable, in place
     """
     with plan.agreement.telling_failures():
-        tensors, scale, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
+        tensors, arguments, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
         score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads), "score", tensors[0].device)
-        facts = _facts(tensors, score, arguments.max_scores)
+        facts = _facts(tensors, score, arguments)
         split = plan.head_split
         of_ranks = split.heads(tensors[0].shape[1], tensors[1].shape[1]) if split else []
         if split:
@@ -75,7 +77,7 @@ def attend_in_context(
             heads = Part((heads.first or 0) + mine.start, mine.stop - mine.start)
         score_mod, part = score_of_part(score_mod, batch, heads), plan.of_part(batch, heads)
         exchange = part.exchange = part.exchange or Exchange(part)
-    plan.agreement.check(facts, lambda: {**plan.facts(), **_shown(*facts)})
+    plan.agreement.check(facts, lambda: {**plan.facts(), **_shown(*facts), "scale": arguments.scale, **numbers_of(score, "score_mod")})
     if split:
         tensors = split.all_to_heads(tensors, of_ranks, len(part.position_ids), len(part.kv_position_ids))
     query, key, value = tensors
@@ -99,16 +101,16 @@ def attend_in_context(
         score = exchange.score_mod(score_mod, group.q.start)
         # modes of counters and checkpoints: a part of a call is no operator of theirs
         with nullcontext() if is_unseen() else _disable_current_modes():
-            return bound(q, k, v, score, mask, scale, arguments.enable_gqa, arguments.kernel_options, None, read=given)
+            return bound(q, k, v, score, mask, arguments.scale, arguments.enable_gqa, arguments.kernel_options, None, read=given)
 
     deterministic = arguments.deterministic or torch.are_deterministic_algorithms_enabled()
     groups = heads_in_groups(query.shape[1], key.shape[1], plan.head_groups)
     found = _InContext.apply(exchange, groups, bound_to, deterministic, arguments.max_scores, query, key, value, *captured)
-    if not split:
-        return found
-    out, *of_rows = found
-    of_rows = [None if t is None else split.to_positions(t.unsqueeze(-1)).squeeze(-1) for t in of_rows]
-    return split.to_positions(out), *of_rows
+    if split:
+        out, *of_rows = found
+        of_rows = [None if t is None else split.to_positions(t.unsqueeze(-1)).squeeze(-1) for t in of_rows]
+        found = split.to_positions(out), *of_rows
+    return found if arguments.sinks is None else _with_sinks(plan, *found, arguments.sinks)
 
 
 def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Arguments, heads: Part = ALL, read=read_captured) -> tuple:
@@ -119,7 +121,8 @@ def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Argumen
 
 
 def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part, heads: Part) -> tuple:
-    """The tensors as autocast wants them, the scale as a number, and the score_mod for it. Raises what flex_attention does."""
+    """The tensors as autocast wants them, arguments with the scale as a number, and the score_mod for it. Raises what flex_attention
+    does."""
     kind = arguments.enable_gqa, batch, heads
     passed = not torch._C._is_any_autocast_enabled() and looks_as(plan.passed.get(kind), *tensors, arguments.enable_gqa)
     if not passed or any([t.data_ptr() < LOWEST for t in tensors]):
@@ -135,11 +138,13 @@ def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments,
     parse_options(arguments.kernel_options)
     query = tensors[0]
     scale, score_mod = read_scale(arguments.scale, score_mod, query.shape[3], query.device)
-    return tensors, scale, score_mod
+    sinks = None if arguments.sinks is None else read_sinks(arguments.sinks, query.shape[1], query.device)
+    return tensors, arguments._replace(scale=scale, sinks=sinks), score_mod
 
 
-def _facts(tensors: tuple, score: tuple | None, max_scores: bool) -> tuple:
-    """What of a call must be the same on all ranks: of query, key and value, of what score_mod captures, its graph, and what is wanted."""
+def _facts(tensors: tuple, score: tuple | None, arguments: Arguments) -> tuple:
+    """What makes a kind of call, which must be the same on all ranks: of query, key and value, of the tensors that score_mod captures, its
+    graph, of sinks, and what is wanted. Numbers make none: one may be another at every call."""
     learns = torch.is_grad_enabled()
 
     def looks(tensor: torch.Tensor) -> tuple:
@@ -151,11 +156,12 @@ def _facts(tensors: tuple, score: tuple | None, max_scores: bool) -> tuple:
         tuple(((t.shape[0], t.shape[1], t.shape[3]), *looks(t)) for t in tensors),
         tuple((tuple(t.shape), *looks(t)) for t in captured),
         graph,
-        max_scores,
+        None if arguments.sinks is None else ((len(arguments.sinks),), *looks(arguments.sinks)),
+        arguments.max_scores,
     )
 
 
-def _shown(tensors: tuple, captured: tuple, graph: ModGraph | None, max_scores: bool) -> dict[str, object]:
+def _shown(tensors: tuple, captured: tuple, graph: ModGraph | None, sinks: tuple | None, max_scores: bool) -> dict[str, object]:
     """What `_facts` gives, in words, by name."""
 
     def words(shape: tuple, dtype: torch.dtype, learns: bool) -> str:
@@ -163,11 +169,37 @@ def _shown(tensors: tuple, captured: tuple, graph: ModGraph | None, max_scores: 
 
     names = (f"{name} (B, H, D)" for name in ("query", "key", "value"))
     found: dict[str, object] = {name: words(*looks) for name, looks in zip(names, tensors, strict=True)}
-    found["max_scores"] = max_scores
+    found["sinks"], found["max_scores"] = sinks and words(*sinks), max_scores
     if graph is None:
         return {**found, "score_mod": None}
     found["score_mod"] = f"{graph.name} ({digest_of(text_of(graph)):x})"
     return {**found, **{t.name: words(*looks) for t, looks in zip(graph.tensors, captured, strict=True)}}
+
+
+def _with_sinks(plan: ContextPlan, out, lse, maxima, sinks: torch.Tensor) -> tuple:
+    """out, lse and max_scores with sinks, which get the gradient that captured tensors get."""
+    sinks = sinks.float()  # sums of half precision would be rounded at each rank
+    if plan.sum_gradients:
+        sinks = _SummedBack.apply(sinks, plan.groups)
+    return *fold_sinks(out, lse, sinks), maxima
+
+
+@runs_uncompiled
+class _SummedBack(torch.autograd.Function):
+    """A tensor that all ranks have alike, as it is; its gradient is summed over them."""
+
+    @staticmethod
+    def forward(ctx, tensor, groups):
+        ctx.groups = groups
+        ctx.save_for_backward(tensor)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        found = gradient.detach().clone(memory_format=torch.contiguous_format)
+        for group in ctx.groups:
+            torch.distributed.all_reduce(found, group=group)
+        return *once([found], ctx.saved_tensors), None
 
 
 @runs_uncompiled

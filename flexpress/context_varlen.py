@@ -12,7 +12,7 @@ from .codegen.mod.tensors import is_distributed
 
 
 def attend_varlen_in_context(
-    plan: ContextPlan, q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic: bool
+    plan: ContextPlan, q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic: bool, sinks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (local total_q, Hq, Dv) and lse of this rank's q, k and v."""
     named, of_plan = {"q": q, "k": k, "v": v}, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "mask_mod": mask_mod}
@@ -27,7 +27,7 @@ def attend_varlen_in_context(
             check_rank(name, tensor, "(local tokens, H, D)", may_stand=True)
         if score_mod is not None:
             score_mod = plan.packing.score_mod(score_mod)
-    arguments = Arguments(scale, True, kernel_options, deterministic)
+    arguments = Arguments(scale, True, kernel_options, deterministic, sinks=sinks)
     if any(map(is_distributed, named.values())):
         from flexpress.context_dtensors import attend_packed_shards_in_context
 

@@ -6,7 +6,7 @@ import torch
 
 from flexpress import checks
 
-from .codegen.mod.tensors import is_distributed, readable
+from .codegen.mod.tensors import readable
 
 
 def check_sinks(sinks, heads: int, device: torch.device) -> None:
@@ -35,18 +35,9 @@ def in_place(sinks: torch.Tensor) -> torch.Tensor:
 def fold_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse with sinks, of those without: for a sequence that is split over ranks.
 
-    out (B, Hq, Q_LEN, D_V) or (T, Hq, D_V), lse float32 of the same but the last dimension
+    out (B, Hq, Q_LEN, D_V), lse float32 (B, Hq, Q_LEN), sinks (Hq,)
     """
-    check_sinks(sinks, out.shape[1], out.device)
-    if is_distributed(out):
-        from torch.distributed.tensor import DTensor, Replicate  # takes long to import
-
-        everywhere = [Replicate()] * out.device_mesh.ndim
-        if is_distributed(sinks):
-            sinks = sinks.redistribute(placements=everywhere)
-        else:
-            sinks = DTensor.from_local(sinks, out.device_mesh, everywhere, run_check=False)
-    logits = sinks.float().reshape(1, -1, *[1] * (lse.ndim - 2))
+    logits = sinks.float().view(-1, 1)
     scores = logits.clamp(min=torch.finfo(torch.float32).min)  # -inf less -inf, for a row that is empty, would be NaN
     kept = torch.sigmoid(lse - scores)  # 0 for an empty row
     empty = (lse == float("-inf")) & (logits == float("-inf"))

@@ -15,7 +15,6 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_checks import check_packed
 from flexpress.packing import packing_of
 from flexpress.recorded import Recorded
-from flexpress.sinks import fold_sinks
 from flexpress.transformed import Transformed
 
 from .codegen.mod.tensors import ORDINARY, check_still, followed, is_distributed, read_captured, tracing, untransformed
@@ -224,9 +223,7 @@ def varlen_attention(
         check_still("varlen_attention with context=", q, k, v)
         from flexpress.context_varlen import attend_varlen_in_context
 
-        out, lse = attend_varlen_in_context(context, *arguments)
-        if sinks is not None:
-            out, lse = fold_sinks(out, lse, sinks)
+        out, lse = attend_varlen_in_context(context, *arguments, sinks)
     elif q.__class__ not in ORDINARY and is_distributed(q):
         out, lse = _attend_shards(*arguments, sinks)
     else:

@@ -56,17 +56,23 @@ def a_window_with_bias_that_learns():
 
 @check(2)
 def sinks():
-    """A rank has the gradient of its rows, as of what score_mod captures."""
+    """Their gradient is summed over ranks, as that of what score_mod captures; or is left to be."""
     whole, logits = tensors(300), torch.randn(2, requires_grad=True)
-    plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here())
-    parts = [plan.shard(t, 2) for t in whole]
-    out, lse = flex_attention(*parts, context=plan, enable_gqa=True, sinks=logits, return_lse=True)
     exact = flex_attention(*whole, mask_mod=mods.causal, enable_gqa=True, sinks=logits, return_lse=True)
-    for have, want in zip((out, lse), exact, strict=True):
-        torch.testing.assert_close(plan.unshard(have, 2), want)
-    (found,), (wanted,) = (torch.autograd.grad(t.square().sum(), logits) for t in (out, exact[0]))
-    dist.all_reduce(found)
-    torch.testing.assert_close(found, wanted)
+    (wanted,) = torch.autograd.grad(exact[0].square().sum() + exact[1].sum(), logits)
+    for sums in (True, False):
+        plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here(), sum_gradients=sums)
+        parts = [plan.shard(t, 2).requires_grad_() for t in whole]
+        out, lse = flex_attention(*parts, context=plan, enable_gqa=True, sinks=logits, return_lse=True)
+        for have, want in zip((out, lse), exact, strict=True):
+            torch.testing.assert_close(plan.unshard(have, 2), want)
+        (found,) = torch.autograd.grad(out.square().sum() + lse.sum(), logits, create_graph=True)
+        if sums:
+            with pytest.raises(NotImplementedError, match="flex_attention is differentiable once"):
+                found.sum().backward()
+        else:
+            dist.all_reduce(found.detach())
+        torch.testing.assert_close(found, wanted)
 
 
 @check(2)
@@ -87,10 +93,10 @@ def calls_that_differ_are_found():
     rank, slopes = dist.get_rank(), torch.tensor([0.1, 0.3])
     whole = {n: tensors(256, D=n) for n in (16, 32)}
 
-    def call(n=16, score_mod=None, learns=True, heads=2, plans=None, dtype=None, aux=None):
-        plan = ContextPlan(q_len=256, mask_mod=mods.causal, device=here(), head_groups=plans or 2)
+    def call(n=16, score_mod=None, learns=True, heads=2, plans=None, dtype=None, mask_mod=mods.causal, **more):
+        plan = ContextPlan(q_len=256, mask_mod=mask_mod, device=here(), head_groups=plans or 2)
         q, k, v = (plan.shard(t, 2).requires_grad_(learns) for t in whole[n])
-        return flex_attention(q[:, :heads], k.to(dtype), v, score_mod, context=plan, enable_gqa=True, return_aux=aux)
+        return flex_attention(q[:, :heads], k.to(dtype), v, score_mod, context=plan, enable_gqa=True, **more)
 
     found = {
         r"rank 1 has another query \(B, H, D\) than rank 0: \(1, 2, 32\) torch.float32, requires_grad, not \(1, 2, 16\)": {"n": 32},
@@ -99,12 +105,18 @@ def calls_that_differ_are_found():
         "rank 1 has another query .*: .*float32, not .* requires_grad; rank 1 has another key": {"learns": False},
         r"rank 1 has another query .*: \(1, 1, 16\)": {"heads": 1},
         "rank 1 has another head_groups than rank 0: 1, not 2": {"plans": 1},
-        "rank 1 has another max_scores than rank 0: True, not False": {"aux": AuxRequest(max_scores=True)},
+        "rank 1 has another max_scores than rank 0: True, not False": {"return_aux": AuxRequest(max_scores=True)},
+        r"rank 1 has another sinks than rank 0: \(2,\) torch.float32, not None": {"sinks": slopes},
+        "rank 1 has raised ValueError: sinks must have shape|^sinks must have shape": {"sinks": slopes[:1]},
+        "rank 1 has another scale than rank 0: 0.5, not 0.25": {"scale": 0.5},
         "key has dtype torch.bfloat16 but query has torch.float32": {"dtype": torch.bfloat16},
     }
     for words, other in found.items():
         with pytest.raises((ValueError, TypeError), match=words):
             call(**(other if rank else {}))
+    for name, made in (("mask_mod", mods.sliding_window), ("score_mod", mods.softcap)):
+        with pytest.raises(ValueError, match=f"rank 1 has another [a-z_]+ of {name} than rank 0: 11(.0)?, not 10(.0)?"):
+            call(**{name: made(10 + rank)})
     with torch.no_grad():
         call(learns=bool(rank))  # nobody wants a gradient
     call()  # after errors, ranks are together

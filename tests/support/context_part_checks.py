@@ -218,6 +218,68 @@ def packed_dtensors():
         torch.testing.assert_close(have.full_tensor(), want[plan.order], rtol=1e-4, atol=1e-5)
 
 
+def compare_sinks(placements, of_sinks, names=("context",), sums=True):
+    """DTensors, packed or not, and sinks that are a DTensor with those placements, or with None a tensor of all heads that every rank has.
+    Gradients of these are summed over the plan's ranks, but not over those that have other heads, as of what score_mod captures."""
+    mesh, packed = meshes(*names), placements[0] == Shard(0)
+    of_plan = {"mask_mod": mods.causal, "device": here(), "sum_gradients": sums}
+    if "heads" in names:
+        of_plan["heads"] = mesh["heads"]
+    starts, logits = offsets([100, 412]), torch.randn(4).requires_grad_()
+    if packed:
+        whole, plan = [torch.randn(512, 4, 16) for _ in range(3)], ContextPlan.packed(starts, group=mesh["context"], **of_plan)
+        made = [distribute_tensor(t[plan.order], mesh, placements) for t in whole]
+        exact = varlen_attention(*whole, starts, mask_mod=mods.causal, sinks=logits)
+    else:
+        whole, plan = tensors(512, Hq=4, Hkv=4), ContextPlan(mesh["context"], 512, **of_plan)
+        made = [distribute_tensor(in_order(plan, t), mesh, placements) for t in whole]
+        exact = flex_attention(*whole, mask_mod=mods.causal, sinks=logits)
+    mine = logits.detach() if of_sinks is None else distribute_tensor(logits.detach(), mesh, of_sinks)
+    mine.requires_grad_()
+    attend = varlen_attention if packed else flex_attention
+    out = attend(*made, context=plan, sinks=mine)
+    torch.testing.assert_close(out.full_tensor(), exact.detach()[plan.order] if packed else in_order(plan, exact.detach()))
+    (found,), (wanted,) = (torch.autograd.grad(t.square().sum(), s) for t, s in ((out, mine), (exact, logits)))
+    if of_sinks is not None:
+        assert found.placements == tuple(of_sinks)
+        found = found.full_tensor()
+    else:
+        for name in names:
+            if name == "tp" or not sums:
+                dist.all_reduce(found, group=mesh[name].get_group())
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@check(2)
+def sinks_of_dtensors():
+    for sums in (True, False):
+        for sinks in (None, [Replicate()], [Shard(0)]):
+            compare_sinks([Shard(2)], sinks, sums=sums)
+        compare_sinks([Shard(0)], None, sums=sums)
+
+
+@check(4)
+def sinks_of_heads_over_other_ranks():
+    for sums in (True, False):
+        for sinks in (None, [Shard(0), Shard(0)]):
+            compare_sinks([Shard(2), Shard(1)], sinks, names=("context", "tp"), sums=sums)
+        compare_sinks([Shard(2), Shard(2)], None, names=("context", "heads"), sums=sums)
+
+
+@check(2)
+def sinks_of_packed_sequences():
+    starts, whole, logits = offsets([100, 0, 250, 37]), [torch.randn(387, 2, 16) for _ in range(3)], torch.randn(2).requires_grad_()
+    exact = varlen_attention(*whole, starts, mask_mod=mods.causal, sinks=logits)
+    for sums in (True, False):
+        plan = ContextPlan.packed(starts, mask_mod=mods.causal, device=here(), sum_gradients=sums)
+        out = varlen_attention(*(t[plan.position_ids] for t in whole), context=plan, sinks=logits)
+        torch.testing.assert_close(plan.unshard(out, 0), exact)
+        (found,), (wanted,) = (torch.autograd.grad(t.square().sum(), logits, retain_graph=True) for t in (out, exact))
+        if not sums:
+            dist.all_reduce(found)
+        torch.testing.assert_close(found, wanted)
+
+
 @check(2)
 def refusals_of_packed_sequences():
     starts, x = offsets([100, 156]), torch.randn(128, 2, 16)
