@@ -200,7 +200,7 @@ def check_table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: tor
 def check_no_gradients(function: str, instead: str, **tensors: torch.Tensor | None) -> None:
     """NotImplementedError if autograd would want a gradient through one of them."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise NotImplementedError(f"{name} requires grad, but {function} is not differentiable: {instead}")
 
 
@@ -270,15 +270,19 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
         for first in range(offset - offset % size, offset + count, size):  # page by page; an entry is one page
             place = locations[b] if pages is None else mine[first // size]
             rows = range(max(offset - first, 0), min(offset + count - first, size))
-            for other, taken in holders.setdefault(place, []):
-                if rows.start < taken.stop and taken.start < rows.stop:
-                    raise ValueError(
-                        f"sequences {other} and {b} both write to "
-                        f"{f'page {place} (page_table)' if pages is not None else f'entry {place} (cache_loc)'}, rows "
-                        f"{max(rows.start, taken.start)} to {min(rows.stop, taken.stop) - 1}; give each its own"
-                    )
-            holders[place].append((b, rows))
+            take_rows(holders, b, place, rows, "entry {} (cache_loc)" if pages is None else "page {} (page_table)")
     return reached
+
+
+def take_rows(holders: dict[int, list[tuple[int, range]]], b: int, place: int, rows: range, called: str) -> None:
+    """Note that sequence b writes to these rows of a page or an entry. ValueError if another one does; `called`: what to say of a place."""
+    for other, taken in holders.setdefault(place, []):
+        if rows.start < taken.stop and taken.start < rows.stop:
+            raise ValueError(
+                f"sequences {other} and {b} both write to {called.format(place)}, rows "
+                f"{max(rows.start, taken.start)} to {min(rows.stop, taken.stop) - 1}; give each its own"
+            )
+    holders[place].append((b, rows))
 
 
 def check_positive(name: str, scale: torch.Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
@@ -179,23 +180,74 @@ def cached_attention(
     """
     tables, of_query = (page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale), (q_scale, out_dtype)
     if is_recorded("cached_attention", query, k_cache, v_cache):
-        found = _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks)
+        run = _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks)
+        found = run(query)
     else:
         placed = widen(*place_batch(query, k_cache, v_cache, kv_len, check, tables, of_query), k_cache, *of_query)
         problem = CachedProblem(*placed, k_cache, v_cache, score_mod, mask_mod, scale, sinks, batch_invariant)
         if shared_prefix is not None:
-            check_shared(shared_prefix, query, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache)
-            if looks(check, query):
-                check_contents_of(shared_prefix, kv_len, problem.where.pages)  # type: ignore[arg-type]  # check_shared saw that there are some
-        if shared_prefix is not None and is_worthwhile(shared_prefix, problem):
-            found = attend_shared(_attend, shared_prefix, problem)
-        else:
-            found = _attend(problem)
+            _check_shared(shared_prefix, problem, kv_len, page_table, cache_loc, check)
+        found = _attend_all(problem, shared_prefix)
     return found if return_lse else found[0]
 
 
-def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks) -> tuple:
-    """out and lse by the operator: for calls that torch is to see."""
+def attention_after(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | torch.Tensor | None = None,
+    check: bool | None = None,
+    sinks: torch.Tensor | None = None,
+    shared_prefix: SharedPrefix | SharedTables | None = None,
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """cached_attention in two steps, for what writes to the caches in between: a bad argument must not leave them changed. All that it
+    raises for arguments is raised here. Returns a function from the queries, which may have been turned, to out and lse."""
+    tables = page_table, cache_loc, cu_seqlens_q, None, None, k_scale, v_scale
+    if is_recorded("cached_attention", query, k_cache, v_cache):
+        return _recorded(query, k_cache, v_cache, kv_len, tables, (None, None), score_mod, mask_mod, scale, False, check, sinks)
+    placed = place_batch(query, k_cache, v_cache, kv_len, check, tables, (None, None))
+    problem = CachedProblem(*placed, k_cache, v_cache, score_mod, mask_mod, scale, sinks)
+    if shared_prefix is not None:
+        _check_shared(shared_prefix, problem, kv_len, page_table, cache_loc, check)
+    if scale is not None:
+        scale_of(scale, None, query)
+    if sinks is not None:
+        check_sinks(sinks, query.shape[1], query.device)
+        check_sinks_learn_nothing(sinks)
+
+    def attend(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if queries is not query:
+            problem.query = queries.to(placed[0].dtype)  # which autocast may have chosen
+        return _attend_all(problem, shared_prefix)
+
+    return attend
+
+
+def _check_shared(shared_prefix, problem: CachedProblem, kv_len, page_table, cache_loc, check: bool | None) -> None:
+    where = problem.where
+    check_shared(shared_prefix, problem.query, kv_len, page_table, cache_loc, where.cu_q, problem.q_offset, problem.k_cache)
+    if looks(check, problem.query):
+        check_contents_of(shared_prefix, kv_len, where.pages)  # type: ignore[arg-type]  # check_shared saw that there are some
+
+
+def _attend_all(problem: CachedProblem, shared_prefix) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse: what sequences share is read once where that is worth it."""
+    if shared_prefix is not None and is_worthwhile(shared_prefix, problem):
+        return attend_shared(_attend, shared_prefix, problem)
+    return _attend(problem)
+
+
+def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks) -> Callable:
+    """For calls that torch is to see: from the queries to out and lse, by the operator."""
     if sinks is not None:
         check_sinks(sinks, query.shape[1], query.device)
         check_sinks_learn_nothing(sinks)
@@ -205,8 +257,8 @@ def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask
     for bound in (score, mask):
         check_mod_learns_nothing(bound, "score" if bound is score else "mask")
     program = mod_program(score, mask, out=of_query[1] and dtype_name(of_query[1])).text()
-    return torch.ops.flexpress.cached_attention(
-        *(query, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)),
+    return lambda queries: torch.ops.flexpress.cached_attention(
+        *(queries, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)),
         *(scale, batch_invariant, check, program, sinks, of_query[0]),
     )
 

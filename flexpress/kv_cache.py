@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import overload
 
 import torch
+from torch.autograd.graph import increment_version
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described, looks
@@ -135,6 +136,8 @@ def _update(key, value, query, k_cache, v_cache, cached: Cached, q_offset, rope,
         if q is not None and q_out is not None:
             q, turned = q.transpose(1, 2), q_out.transpose(1, 2)
     update(k, v, k_cache, v_cache, cached, q_offset, rope, q, turned, interleaved=interleaved, rope_tail=rope_tail)
+    if not (k_cache.is_inference() or v_cache.is_inference()):  # these have no versions
+        increment_version((k_cache, v_cache))  # so that autograd notices where it has saved one of them
     return None if query is None else q_out
 
 

@@ -8,9 +8,8 @@ import torch
 
 from flexpress import mods
 from flexpress.cache_checks import described
-from flexpress.cached import cached_attention
+from flexpress.cached import attention_after
 from flexpress.kv_cache import update_cache
-from flexpress.shared_attention import check_shared
 from flexpress.shared_prefix import SharedPrefix
 
 
@@ -64,17 +63,15 @@ def attend(
         query, key, value = (t.flatten(0, 1) for t in split)
         where = {**where, "cu_seqlens_q": cu_seqlens}
     where = {**where, "k_scale": scales[0], "v_scale": scales[1]}
-    if shared_prefix is not None:  # before anything is written
-        tables = {"cache_loc": None, "cu_seqlens_q": where.get("cu_seqlens_q"), "q_offset": None}
-        check_shared(shared_prefix, query, kv_len, where.get("page_table"), **tables, k_cache=k_cache)
     score_mod = mods.softcap(softcap) if softcap else None
-    mask_mod = mods.sliding_window(sliding_window) if sliding_window else None  # before anything is written: these raise for bad numbers
+    mask_mod = mods.sliding_window(sliding_window) if sliding_window else None
     rope, interleaved, rope_tail = turning
     turn = {} if rope is None else {"query": query, "rope": rope, "interleaved": interleaved, "rope_tail": rope_tail}
     with no_autocast(q):
-        turned = update_cache(key, value, k_cache, v_cache, kv_len, **where, **turn)
         how = {**where, "score_mod": score_mod, "mask_mod": mask_mod, "scale": scale, "shared_prefix": shared_prefix}
-        attended = cached_attention(query if turned is None else turned, k_cache, v_cache, kv_len, **how)
+        attention = attention_after(query, k_cache, v_cache, kv_len, **how)
+        turned = update_cache(key, value, k_cache, v_cache, kv_len, **where, **turn)
+        attended, _ = attention(query if turned is None else turned)
     if attended.ndim == 4:
         attended = attended.transpose(1, 2)
     heads = attended.shape[-2:] if q.ndim == 4 else (attended.shape[-2:].numel(),)

@@ -60,7 +60,7 @@ def prepare_metadata(
     page_table: torch.Tensor,
 ) -> list[torch.Tensor]:
     """cu_seqlens, kv_len and page_table for attention to a paged cache, all int32; arguments as SequenceInfo.args."""
-    return [*_lengths(seq_len, input_pos, page_table), page_table.to(torch.int32).clone(memory_format=torch.contiguous_format)]
+    return [*_lengths(seq_len, input_pos, page_table), _int32(page_table).clone(memory_format=torch.contiguous_format)]
 
 
 @prepare_metadata.register_fake
@@ -80,7 +80,7 @@ def prepare_flattened_metadata(
 ) -> list[torch.Tensor]:
     """cu_seqlens, kv_len and cache_loc, all int32, for attention to a cache with one page, its entry, for each sequence; arguments as for
     prepare_metadata. A sequence without an entry gets the first one: it has no new tokens."""
-    return [*_lengths(seq_len, input_pos, page_table), page_table[:, 0].clamp(min=0).to(torch.int32).contiguous()]
+    return [*_lengths(seq_len, input_pos, page_table), _int32(page_table[:, 0].clamp(min=0)).contiguous()]
 
 
 @prepare_flattened_metadata.register_fake
@@ -96,8 +96,18 @@ def _lengths(seq_len: torch.Tensor, input_pos: torch.Tensor, page_table: torch.T
             raise ValueError(f"{name} {tuple(tensor.shape)} is not for the {seq_len.shape[0]} sequences of seq_len")
     if page_table.shape[1] == 0:
         raise ValueError(f"page_table {tuple(page_table.shape)} has no pages; it needs a column for each page of a sequence")
-    cu_seqlens = torch.nn.functional.pad(seq_len.cumsum(0, dtype=torch.int32), (1, 0))
-    return cu_seqlens, torch.where(seq_len > 0, input_pos + seq_len, 0).to(torch.int32)
+    cu_seqlens = torch.nn.functional.pad(_int32(seq_len).cumsum(0, dtype=torch.int32), (1, 0))
+    return cu_seqlens, _int32(torch.where(seq_len > 0, input_pos + seq_len, 0))
+
+
+_LARGEST = torch.iinfo(torch.int32).max
+
+
+def _int32(numbers: torch.Tensor, room: int = 0) -> torch.Tensor:
+    """As int32, which `room` may be added to. What is too large becomes the largest: wrapped, it could name a place in the cache."""
+    if numbers.dtype == torch.int32:
+        return numbers
+    return numbers.clamp(-_LARGEST - 1, _LARGEST - room).to(torch.int32)
 
 
 def _fake_lengths(seq_len):
@@ -143,7 +153,7 @@ def mha_with_cache(
             f"q {tuple(q.shape)} has {sequences} sequences, but k_cache {tuple(k_cache.shape)} only {k_cache.shape[0]} entries; it needs "
             "one for each"
         )
-    kv_len = (input_pos + q.shape[1]).to(torch.int32)
+    kv_len = _int32(input_pos, q.shape[1]) + q.shape[1]
     where = {}
     if k_cache.shape[0] > sequences:
         where["cache_loc"] = torch.arange(sequences, dtype=torch.int32, device=q.device)

@@ -292,6 +292,25 @@ BAD = {
     "a window": (dict(window_size=None), TypeError, "window_size must be a pair"),
     "slopes": (dict(alibi_slopes=torch.ones(2, 2)), ValueError, r"alibi_slopes must have shape \(4,\) or \(2, 4\)"),
     "gradients": (dict(q=Q.clone().requires_grad_()), NotImplementedError, "q requires grad, but flash_attn_with_kvcache is not diff"),
+    "a huge length": (dict(cache_seqlens=2**31), ValueError, "cache_seqlens is 2147483648, but a sequence in the cache has room for 8"),
+    "query heads": (dict(q=Q[:, :, :3]), ValueError, "has 3 heads, no multiple of the 2 heads of k_cache"),
+    "another head dim": (dict(q=Q[..., :8]), ValueError, "do not fit|k must be"),
+    "a scale that is none": (dict(softmax_scale=math.nan), ValueError, "scale must be finite in float32, got nan"),
+    "a huge scale": (dict(softmax_scale=math.inf), ValueError, "scale must be finite in float32, got inf"),
+    "words for a scale": (dict(softmax_scale="1"), TypeError, "scale must be a number, got str"),
+    "two scales": (
+        dict(softmax_scale=torch.ones(2)),
+        ValueError,
+        r"scale must be a number, got a tensor of torch.float32 and shape \(2,\)",
+    ),
+    "a learned scale": (dict(softmax_scale=torch.ones(1).requires_grad_()), NotImplementedError, "scale requires grad"),
+    "a cap that is none": (dict(softcap=math.nan), ValueError, "cap must be finite and above 0, got nan"),
+    "a huge cap": (dict(softcap=math.inf), ValueError, "cap must be finite and above 0, got inf"),
+    "words for a cap": (dict(softcap="1"), TypeError, "softcap must be a number"),
+    "sinks of other heads": (dict(sinks=torch.ones(2)), ValueError, r"sinks must have shape \(4,\)"),
+    "sinks of integers": (dict(sinks=torch.ones(4).int()), TypeError, "sinks must be float16, bfloat16 or float32"),
+    "a number for sinks": (dict(sinks=1.0), TypeError, "sinks must be a tensor of shape"),
+    "learned sinks": (dict(sinks=torch.ones(4).requires_grad_()), NotImplementedError, "sinks requires grad"),
 }
 
 
@@ -302,6 +321,38 @@ def test_errors_name_the_argument_before_anything_is_written(case):
     with pytest.raises(error, match=words):
         flash_attn_with_kvcache(**{"q": Q, "k_cache": caches[0], "v_cache": caches[1], **arguments})
     assert all((c == 1).all() for c in caches)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_bad_arguments_leave_the_caches_as_they_were(paged, turns):
+    """Each of them beside new keys and values. Without it the caches are written."""
+    place = {"block_table": int32(0, 2).view(2, 1)} if paged else {}
+    rotary = dict(rotary_cos=COS, rotary_sin=COS) if turns else {}
+    for name, (arguments, error, _) in {**BAD, "none": ({}, None, "")}.items():
+        given = {"q": Q, "k": NEW, "v": NEW, "cache_seqlens": int32(3, 4), **place, **rotary, **arguments}
+        if name in ("k alone", "no lengths", "rotary alone", "half a rotary"):  # right beside these
+            continue
+        caches = CACHE.clone().fill_(1.0), CACHE.clone().fill_(1.0)
+        if error is None:
+            flash_attn_with_kvcache(k_cache=caches[0], v_cache=caches[1], **given)
+            assert all((c == 0).any() for c in caches)
+            continue
+        with pytest.raises((error, ValueError)):
+            flash_attn_with_kvcache(k_cache=caches[0], v_cache=caches[1], **given)
+        assert all((c == 1).all() for c in caches), name
+
+
+def test_two_sequences_may_not_write_to_one_place():
+    caches = CACHE.clone(), CACHE.clone()
+    given = dict(q=Q, k_cache=caches[0], v_cache=caches[1])
+    one, page = dict(cache_batch_idx=int32(1, 1)), dict(block_table=int32(1, 1).view(2, 1))
+    for where, words in ((one, r"entry 1 \(cache_batch_idx\)"), (page, r"page 1 \(block_table\)")):
+        with pytest.raises(ValueError, match=f"sequences 0 and 1 both write to {words}, rows 3 to 3; give each its own"):
+            flash_attn_with_kvcache(k=NEW + 1, v=NEW + 1, cache_seqlens=int32(3, 3), **where, **given)
+        assert not any(cache.any() for cache in caches)
+        flash_attn_with_kvcache(cache_seqlens=int32(3, 3), **where, **given)  # they may read it
+        flash_attn_with_kvcache(k=NEW, v=NEW, cache_seqlens=int32(3, 4), **where, **given)  # and write to rows of their own
 
 
 def test_errors_of_packed_queries_on_pages():

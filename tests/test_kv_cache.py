@@ -7,6 +7,7 @@ import torch
 
 from flexpress import cached_attention, rope_table, update_cache
 from flexpress.codegen.run import update_cache as driver
+from flexpress.flash_attn import flash_attn_with_kvcache
 from support.caches import check_update, updates
 from support.devices import DEVICES, for_any
 
@@ -39,6 +40,32 @@ def test_a_row_that_is_not_there_has_no_pages(device):
     assert all((cache[0] == 1).all() and not cache[1:].any() for cache in caches)
     out = cached_attention(new, *caches, lengths, **where, check=False)
     assert (out[0] == 1).all() and not out[1:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autograd_notices_that_a_cache_was_written(device):
+    """A graph that has saved it must not compute with what it holds now. Inference tensors are in no graph, and have no versions."""
+    new = torch.ones(1, 1, 1, 8, device=device)
+    lengths = torch.tensor([2], dtype=torch.int32, device=device)
+    token = torch.ones(1, 1, 8, device=device)
+    writes = {
+        "update_cache": lambda *caches: update_cache(new, new, *caches, lengths),
+        "flash_attn": lambda *caches: flash_attn_with_kvcache(new, *caches, new, new, cache_seqlens=1),
+        "operator": lambda *caches: torch.ops.flexpress.mha_with_cache(token, token, token, lengths - 1, *caches),
+    }
+    for write in writes.values():
+        for saved in range(2):
+            caches = [torch.zeros(1, 4, 1, 8, device=device) for _ in range(2)]
+            x = torch.ones((), device=device, requires_grad=True)
+            product = (x * caches[saved]).sum()
+            write(*caches)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+        with torch.inference_mode():
+            caches = [torch.zeros(1, 4, 1, 8, device=device) for _ in range(2)]
+        with torch.inference_mode():
+            write(*caches)
+        assert all(cache.any() for cache in caches)
 
 
 BAD = {

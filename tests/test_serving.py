@@ -12,17 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from flexpress import (
-    Llama3Scaling,
-    PageAllocator,
-    YarnScaling,
-    cached_attention,
-    layer_step,
-    mods,
-    rope_table,
-    scaled_dot_product_attention,
-    serving_ops,
-)
+from flexpress import Llama3Scaling, PageAllocator, YarnScaling, cached, mods, rope_table, scaled_dot_product_attention, serving_ops
 from flexpress.sequences import AttentionInfo, CacheConfig, PositionalEmbeddingConfig, SequenceInfo
 from flexpress.serving import AttentionDescriptor, AttentionRegistry
 from support.caches import turned
@@ -220,11 +210,10 @@ def test_fewer_sequences_than_the_cache_has_entries(device):
 def test_outputs_are_not_copied(name, monkeypatch):
     """What attention wrote is what the operator returns."""
     written = []
-    monkeypatch.setattr(
-        layer_step, "cached_attention", lambda *args, **options: written.append(cached_attention(*args, **options)) or written[-1]
-    )
+    attend = cached._attend_all
+    monkeypatch.setattr(cached, "_attend_all", lambda *args: written.append(attend(*args)) or written[-1])
     out = getattr(torch.ops.flexpress, name.partition(",")[0])(*samples("cpu")[name])
-    assert out.data_ptr() == written[0].data_ptr() and out.numel() == written[0].numel()
+    assert out.data_ptr() == written[0][0].data_ptr() and out.numel() == written[0][0].numel()
 
 
 BAD_OPERATORS = {  # operator, which arguments are others, and the words
@@ -249,6 +238,14 @@ BAD_OPERATORS = {  # operator, which arguments are others, and the words
     "cu_seqlens": ("mha_with_paged_cache", {3: lambda t: t[:2]}, "must be one longer than kv_len"),
     "a window": ("mha_with_paged_cache", {11: -1}, "window"),
     "a cap": ("mha_with_paged_cache", {12: -1.0}, "cap"),
+    "query heads": ("mha_with_paged_cache", {0: lambda t: t[..., :48]}, "has 3 heads, no multiple of the 2 heads of k_cache"),
+    "query heads of entries": ("mha_with_cache", {0: lambda t: t[..., :48]}, "has 3 heads, no multiple of the 2 heads of k_cache"),
+    "query heads, ragged": ("flattened_mha_with_cache", {0: lambda t: t[..., :48]}, "has 3 heads, no multiple of the 2 heads of k_cache"),
+    "no scale": ("mha_with_paged_cache", {10: float("nan")}, "scale must be finite in float32, got nan"),
+    "a huge scale": ("mha_with_paged_cache", {10: float("inf")}, "scale must be finite in float32, got inf"),
+    "a position past int32": ("mha_with_cache", {3: lambda t: t.long() + 2**32}, "positions go from 0 to 31"),
+    "a position past int64": ("mha_with_cache", {3: lambda t: t.long() + (2**63 - 9)}, "positions go from 0 to 31"),
+    "a position far before 0": ("mha_with_cache", {3: lambda t: t.long() - 2**32}, r"kv_len\[0\] is -"),
     "a small scale": ("mha_with_paged_cache, float8", {13: lambda t: t * 0}, "k_scale has 0.0"),
     "a mask": ("scaled_dot_product_attention", {3: lambda t: t[:2]}, "attn_mask .2, 9. does not broadcast"),
     "lengths": ("prepare_metadata", {2: lambda t: t[:1]}, r"input_pos \(1,\) is not for the 2 sequences"),
@@ -267,6 +264,22 @@ def test_operators_say_what_is_wrong_before_they_write(name):
     with pytest.raises(ValueError, match=words):
         getattr(torch.ops.flexpress, op.partition(",")[0])(*args)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip((a for a in args if isinstance(a, torch.Tensor)), before, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_past_int32_name_no_place(device):
+    """Wrapped around they would be position 0, page 0 and entry 0."""
+    op, far = torch.ops.flexpress, 2**31 - 1
+    ones, huge, zeros = (torch.tensor([n, n], device=device) for n in (1, 2**32, 0))
+    table = torch.tensor([[2**32, 1], [0, -(2**32)]], device=device)
+    cu_seqlens, kv_len, pages = op.prepare_metadata(zeros, ones, huge, zeros, ones, zeros, table)
+    assert cu_seqlens.tolist() == [0, 1, 2] and kv_len.tolist() == [far, far] and pages.tolist() == [[far, 1], [0, -far - 1]]
+    assert op.prepare_flattened_metadata(zeros, ones, huge, zeros, ones, zeros, table)[2].tolist() == [far, 0]
+    if device == "cuda":  # where nothing is checked, and nothing is written
+        q, k, v, _, *caches, rope = (t.to(device) for t in samples("cpu")["mha_with_cache"])
+        before = [cache.clone() for cache in caches]
+        op.mha_with_cache(q, k, v, huge.new_tensor([2**32, 2**33 + 1, -(2**32)]), *caches, rope)
+        assert all(map(torch.equal, caches, before))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from flexpress.cache_checks import check_no_gradients, check_plain, check_table, described
-from flexpress.cached import cached_attention
+from flexpress.cache_checks import check_no_gradients, check_plain, check_table, described, take_rows
+from flexpress.cached import attention_after, cached_attention
 from flexpress.checks import whole
 from flexpress.codegen.mod.tensors import check_surroundings, tracing
 from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, read_options, same_place, score_mod_of
@@ -73,11 +73,13 @@ def flash_attn_with_kvcache(
     lengths, room = _lengths(cache_seqlens, q, k, k_cache, block_table)
     rope = _rope(rotary_cos, rotary_sin, q, k, room)
     _check_contents(lengths, 0 if k is None else k.shape[1], room, k_cache, cache_batch_idx, block_table)
+    filled = lengths if k is None else lengths + k.shape[1]
+    query, meaning = q.transpose(1, 2), _meaning(options, cache_leftpad, q.shape[1] == 1, softmax_scale, sinks)
+    attention = attention_after(query, k_cache, v_cache, filled, **where, **meaning)  # which raises before anything is written
     if k is not None:
-        filled, limited = lengths + k.shape[1], (options.left, options.right) != (None, None)
-        q = _append(q, k, v, k_cache, v_cache, (lengths, filled), where, rope, rotary_interleaved, limited)
-        lengths = filled
-    out, lse = _attend(q.transpose(1, 2), k_cache, v_cache, lengths, options, cache_leftpad, q.shape[1] == 1, softmax_scale, sinks, **where)
+        limited = (options.left, options.right) != (None, None)
+        query = _append(query, k, v, k_cache, v_cache, (lengths, filled), where, rope, rotary_interleaved, limited)
+    out, lse = attention(query)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
 
@@ -101,22 +103,19 @@ def attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning: tup
     if q.device.type == "cpu" and not tracing() and int(cu_seqlens_q.diff().amax() if batch else 0) > longest:
         raise ValueError(f"max_seqlen_q is {longest}, but a sequence has more queries: cu_seqlens_q is {cu_seqlens_q.tolist()}")
     where = {"page_table": block_table, "cu_seqlens_q": cu_seqlens_q.to(torch.int32), "max_q_len": longest}
-    out, lse = _attend(q, k, v, lengths, options, None, longest == 1, softmax_scale, sinks, **where)
+    out, lse = cached_attention(q, k, v, lengths, **where, **_meaning(options, None, longest == 1, softmax_scale, sinks), return_lse=True)
     return out, lse.transpose(0, 1)
 
 
-def _attend(query, k_cache, v_cache, lengths, options: Options, leftpad, one_query: bool, softmax_scale, sinks, **where) -> tuple:
-    """cached_attention of queries that are the last positions of their sequences; `one_query`: no sequence has more."""
-    return cached_attention(
-        *(query, k_cache, v_cache, lengths),
-        **where,
-        score_mod=score_mod_of(options, same_place, one_query),
-        mask_mod=cache_mask_mod_of(options, leftpad, one_query),
-        scale=softmax_scale,
-        return_lse=True,
-        check=False,  # done
-        sinks=sinks,
-    )
+def _meaning(options: Options, leftpad, one_query: bool, softmax_scale, sinks) -> dict[str, Any]:
+    """cached_attention's arguments for queries that are the last positions of their sequences; `one_query`: no sequence has more."""
+    return {
+        "score_mod": score_mod_of(options, same_place, one_query),
+        "mask_mod": cache_mask_mod_of(options, leftpad, one_query),
+        "scale": softmax_scale,
+        "check": False,  # done
+        "sinks": sinks,
+    }
 
 
 def _placed(q, k_cache, v_cache, k, v, cache_batch_idx, cache_leftpad, block_table) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -156,7 +155,9 @@ def _lengths(cache_seqlens, q, k, k_cache, block_table) -> tuple[torch.Tensor, i
     if isinstance(cache_seqlens, torch.Tensor):
         check_table("cache_seqlens", cache_seqlens, (B,), torch.int32, q.device)
         return cache_seqlens, room
-    return torch.full((B,), whole("cache_seqlens", cache_seqlens), dtype=torch.int32, device=q.device), room
+    if whole("cache_seqlens", cache_seqlens) > room:
+        raise ValueError(f"cache_seqlens is {cache_seqlens}, but a sequence in the cache has room for {room} positions")
+    return torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device), room
 
 
 def _rope(cos, sin, q, k, room: int) -> torch.Tensor | None:
@@ -176,25 +177,26 @@ def _rope(cos, sin, q, k, room: int) -> torch.Tensor | None:
     return torch.stack((cos, sin), dim=-1).float()
 
 
-def _append(q, k, v, k_cache, v_cache, lengths: tuple, where: dict, rope, interleaved: bool, limited: bool) -> torch.Tensor:
-    """Write k and v to the cache, and return q, turned if there is a rope: each query by its own position, or where all see all
-    (not `limited`) by that of the first. `lengths` before and after."""
-    before, after = lengths
-    together = rope is not None and q.shape[1] == k.shape[1] and (limited or q.shape[1] == 1)
+def _append(query, k, v, k_cache, v_cache, lengths: tuple, where: dict, rope, interleaved: bool, limited: bool) -> torch.Tensor:
+    """Write k and v to the cache, and return query (B, Hq, Sq, D), turned if there is a rope: each by its own position, or where all see
+    all (not `limited`) by that of the first. `lengths` before and after."""
+    (before, after), queries = lengths, query.shape[2]
+    together = rope is not None and queries == k.shape[1] and (limited or queries == 1)
     turned = update_cache(
         *(k.transpose(1, 2), v.transpose(1, 2), k_cache, v_cache, after),
         **where,
-        query=q.transpose(1, 2) if together else None,
+        query=query if together else None,
         rope=rope,
         interleaved=bool(interleaved),
         check=False,
     )
     if rope is None:
-        return q
+        return query
     if together:
-        return turned.transpose(1, 2)
-    steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
-    return _turned(q, rope, before[:, None] + (steps if limited else torch.zeros_like(steps)), interleaved)
+        return turned
+    steps = torch.arange(queries, dtype=torch.int32, device=query.device)
+    positions = before[:, None] + (steps if limited else torch.zeros_like(steps))
+    return _turned(query.transpose(1, 2), rope, positions, interleaved).transpose(1, 2)
 
 
 def _turned(q: torch.Tensor, rope: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -216,11 +218,19 @@ def _check_contents(lengths, new: int, room: int, cache, cache_batch_idx, block_
     for b, n in enumerate(counts):
         if n < 0 or n + new > room:
             raise ValueError(f"sequence {b} has {n} positions in the cache and {new} new ones; there is room for {room}")
-    if cache_batch_idx is not None:
-        _check_range("cache_batch_idx", cache_batch_idx.tolist(), "entries", entries)
+    size, holders, called = cache.shape[1], {}, "page {} (block_table)"
     if block_table is not None:
-        for b, (n, pages) in enumerate(zip(counts, block_table.tolist(), strict=True)):
-            _check_range(f"block_table[{b}]", pages[: -(-(n + new) // cache.shape[1])], "pages", entries)
+        places = block_table.tolist()
+        for b, (n, pages) in enumerate(zip(counts, places, strict=True)):
+            _check_range(f"block_table[{b}]", pages[: -(-(n + new) // size)], "pages", entries)
+    elif cache_batch_idx is not None:
+        places, called = [[entry] for entry in cache_batch_idx.tolist()], "entry {} (cache_batch_idx)"
+        _check_range("cache_batch_idx", [entry for (entry,) in places], "entries", entries)
+    else:
+        return
+    for b, (n, pages) in enumerate(zip(counts, places, strict=True) if new else ()):
+        for first in range(n - n % size, n + new, size):  # page by page; an entry is one page
+            take_rows(holders, b, pages[first // size], range(max(n - first, 0), min(n + new - first, size)), called)
 
 
 def _check_range(name: str, found: list[int], what: str, count: int) -> None:
