@@ -246,6 +246,17 @@ def _attend_all(problem: CachedProblem, shared_prefix) -> tuple[torch.Tensor, to
     return _attend(problem)
 
 
+def _of_nothing(problem: CachedProblem, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a call without any keys: queries of a sequence have its sink."""
+    out.zero_(), lse.fill_(float("-inf"))
+    if problem.sinks is None:
+        return out, lse
+    if problem.where.cu_q is None:
+        return out, lse.copy_(problem.sinks[:, None])
+    there = torch.arange(lse.shape[0], device=lse.device) < problem.where.cu_q[-1]
+    return out, torch.where(there[:, None], problem.sinks.float(), lse)
+
+
 def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks) -> Callable:
     """For calls that torch is to see: from the queries to out and lse, by the operator."""
     if sinks is not None:
@@ -296,8 +307,7 @@ def _attend(problem: CachedProblem, together: Together | None = None) -> tuple:
     call, out, lse = call_of(problem, together)
     check_serves(call)
     if call is None:
-        sinks = problem.sinks
-        return out.zero_(), lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks.reshape(1, -1, *[1] * (lse.ndim - 2)))
+        return _of_nothing(problem, out, lse)
     run = attend_cached
     if is_profiled():
         causal = ["causal"] if call.masked and problem.mask_mod is None else []

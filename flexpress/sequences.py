@@ -189,15 +189,16 @@ class SequenceInfo(StepView):
     def set_largest_batch(self) -> None:
         """max_num_tokens tokens 0, spread over max_batch_size sequences: to warm up, and to see how much memory a step needs at most.
 
-        Sequences share pages if there are too few, so what such a step writes to the cache means nothing.
+        Fewer tokens where max_seq_len or num_pages allow no more: each new token of a step has a place of its own in the cache.
         """
-        n = self._max_batch_size
-        lengths = [min((self._max_num_tokens + i) // n, self._max_seq_len) for i in range(n)]
-        pages, first = [], 0
-        for length in lengths:
-            count = -(-length // self._page_size)
-            pages.append([(first + i) % self._num_pages for i in range(count)])
-            first += count
+        n, left, lengths, pages = self._max_batch_size, self._max_num_tokens, [], []
+        for i in range(n):
+            own = (self._num_pages + i) // n  # pages, as many for all; those that can hold least come first
+            length = min(own * self._page_size, self._max_seq_len, left // (n - i))
+            first = sum(map(len, pages))
+            pages.append([*range(first, first - (-length // self._page_size))])
+            lengths.append(length)
+            left -= length
         self.nest_sequences(self._zeros(lengths), 0, pages)
 
     def sync(self, other: SequenceInfo) -> None:

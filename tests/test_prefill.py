@@ -71,6 +71,21 @@ def test_more_queries_than_keys(monkeypatch, mod):
     check(p, found)
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_sinks_of_queries_of_sequences_alone(monkeypatch, page_size):
+    """Beside those without: also of a sequence without keys, but not of tokens after the last sequence."""
+    launched = forward_on_cpu(monkeypatch)
+    monkeypatch.setattr(prefill, "LEAST", 64)
+    sinks = torch.tensor([0.5, 3.0])
+    arguments = {**Batch([140, 130], [200, 0], more=150, page_size=page_size).arguments(), "return_lse": True, "check": False}
+    plain, lse = cached_attention(**arguments)
+    out, total = cached_attention(**arguments, sinks=sinks)
+    assert len(launched) == 2 and (lse[140:] == -torch.inf).all()
+    torch.testing.assert_close(total[:270], torch.logaddexp(lse[:270], sinks.expand(270, 2)))
+    assert (total[270:] == -torch.inf).all() and not out[140:].any()
+    torch.testing.assert_close(out[:140].float(), plain[:140] * (lse - total)[:140, :, None].exp(), rtol=2e-2, atol=2e-3)
+
+
 PADDED = {
     "queries beside each other": ([200, 200], lambda q: q.contiguous().transpose(1, 2)),
     "one sequence": ([300], lambda q: q.contiguous().transpose(1, 2)),

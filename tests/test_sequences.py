@@ -193,6 +193,26 @@ def test_the_default_number_of_pages_holds_any_first_step_and_no_more(length, ba
     assert info.num_pages == max(filled(batch, min(tokens, batch * length)), batch)
 
 
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5), st.integers(1, 50), st.integers(0, 12))
+@settings(max_examples=200)
+def test_the_largest_batch_is_the_largest_that_pages_hold(length, batch, size, tokens, more_pages):
+    """Against all ways to give pages to sequences. No page has two sequences, which would write to one place."""
+
+    def held(sequences, left):
+        return max(min(n * size, length) + held(sequences - 1, left - n) for n in range(left + 1)) if sequences else 0
+
+    size = min(size, length)
+    info = SequenceInfo(length, batch, size, tokens)
+    info.set_largest_batch()
+    assert info.num_tokens == min(tokens, batch * length), "the default number of pages holds it"
+    info.reset()
+    info.num_pages = batch + more_pages
+    info.set_largest_batch()
+    assert info.num_tokens == min(tokens, held(batch, info.num_pages)) and len(info.args) == len(ARG_NAMES)
+    pages = [page for row in info.page_assignments for page in row]
+    assert len(pages) == len(set(pages))
+
+
 def test_names_and_other_devices():
     info = SequenceInfo(**SIZES)
     assert tuple(info.named_args) == ARG_NAMES and info.extra_arg_names == ARG_NAMES[1:]

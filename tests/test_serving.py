@@ -216,6 +216,16 @@ def test_outputs_are_not_copied(name, monkeypatch):
     assert out.data_ptr() == written[0][0].data_ptr() and out.numel() == written[0][0].numel()
 
 
+@pytest.mark.parametrize("pages", [3, 5, 6])
+def test_the_largest_batch_runs(pages):
+    info = SequenceInfo(max_seq_len=8, max_batch_size=3, page_size=4, max_num_tokens=24, num_pages=pages)
+    info.set_largest_batch()
+    q, k, v = (torch.randn(1, info.num_tokens, heads * D) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    caches = [torch.zeros(pages, 4, KV_HEADS, D) for _ in range(2)]
+    torch.ops.flexpress.mha_with_paged_cache(q, k, v, *torch.ops.flexpress.prepare_metadata(*info.args), *caches)
+    assert info.num_tokens == 4 * pages and all(cache.all() for cache in caches), "and fills the cache"
+
+
 BAD_OPERATORS = {  # operator, which arguments are others, and the words
     "q": ("mha_with_paged_cache", {0: lambda t: t[..., :60]}, r"q \(1, 5, 60\) must have heads \* 16"),
     "k": ("mha_with_paged_cache", {1: lambda t: t[..., :16]}, r"k \(1, 5, 16\) must have 2 \* 16"),

@@ -105,6 +105,25 @@ def test_caches(paged, dtype, device):
             assert relative_error(got[0], exact[0]) < 2e-6 and relative_error(got[1], total[0]) < 2e-6
 
 
+@pytest.mark.parametrize("device", [*DEVICES, "interpreter"])
+@pytest.mark.parametrize("D, room", [(16, 8), (16, 608), (16, 0), (64, 64 * 40)])
+def test_tokens_of_no_sequence(D, room, device, monkeypatch):
+    """Of a row of queries, those after the last sequence: output 0 and lse -inf. Queries of an empty sequence have its sink. Whether keys
+    split or not; without a cache; by the kernel for long prompts, too."""
+    if device == "interpreter":
+        device, _ = "cpu", monkeypatch.setenv("FLEXPRESS_CPU", "interpreter")
+    count = 700 if device == "cuda" and D == 64 else 2
+    sinks, dtype = torch.tensor([1.0, 2.0], device=device), torch.float32 if device == "cpu" else torch.bfloat16
+    k = torch.randn(3, room, 2, D, device=device, dtype=dtype)
+    q = torch.randn(3 * count + 2, 2, D, device=device, dtype=dtype)
+    starts = torch.tensor([0, count, 2 * count, 2 * count], device=device, dtype=torch.int32)
+    lengths = torch.tensor([room, 0, room], device=device, dtype=torch.int32)
+    for more in ({}, {"batch_invariant": True}, {"mask_mod": mods.sliding_window(3)}, {"max_q_len": count}):
+        out, lse = cached_attention(q, k, k, lengths, cu_seqlens_q=starts, sinks=sinks, return_lse=True, **{"check": False, **more})
+        assert torch.equal(lse[count : 2 * count], sinks.expand(count, 2)) and not out[count:].any()
+        assert (lse[2 * count :] == -math.inf).all() and (lse[:count] >= sinks).all() and bool(out[:count].any()) == (room > 0)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_flash_attn(device):
     q, k, v = (torch.randn(2, n, 4, 16, device=device) for n in (20, 30, 30))

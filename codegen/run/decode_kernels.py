@@ -164,15 +164,13 @@ class Kernels:
         buffer = None
         if self.parts:
             buffer = contiguous((self.parts.room,), torch.float32, device)
-            if self.ragged:  # tokens after the last sequence's have no parts
-                buffer[-self.parts.sizes[-1] :].zero_()
+            if self.ragged:  # tokens after the last sequence's have no parts, and -1 says that they have no sink
+                counts = buffer[-self.parts.sizes[-1] :]
+                counts.zero_() if self.sinks is None else counts.view(torch.int32).fill_(-1)
             if before is not None:
                 before(self.parts.shared_tensors(buffer))
         elif self.ragged:
-            if self.sinks is None:
-                lse.fill_(float("-inf"))
-            else:
-                lse.copy_(tensors[self.sinks])  # [T, Hq]
+            lse.fill_(float("-inf"))
             out.zero_()
         if addresses is None or not self._again(addresses, buffer, captured, lists, device):
             self._first(tensors, buffer, captured, lists, device)
