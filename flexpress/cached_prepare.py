@@ -25,6 +25,7 @@ def prepare(
     mask_mod,
     scale,
     batch_invariant: bool,
+    sinks: torch.Tensor | None = None,
     shared: SharedPrefix | None = None,
 ) -> None:
     """Compile what cached_attention launches, and launch nothing but what makes block lists and, with `shared`, what makes its tables and
@@ -32,7 +33,7 @@ def prepare(
     names = "page_table", "cache_loc", "cu_seqlens_q", "max_q_len", "q_offset", "k_scale", "v_scale"
     described = batch["kv_len"], False, tuple(batch[name] for name in names), of_query
     placed = widen(*place_batch(query, k_cache, v_cache, *described), k_cache, *of_query)
-    problem = CachedProblem(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant=batch_invariant)
+    problem = CachedProblem(*placed, k_cache, v_cache, score_mod, mask_mod, scale, sinks, batch_invariant)
 
     def compiled(problem: CachedProblem, together: Together | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         call, out, lse = call_of(problem, together)

@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from flexpress.cached_prepare import prepare as prepare_cached
 from flexpress.call import bound
+from flexpress.dropout import read_dropout
 from flexpress.float8 import quantised
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.shared_prefix import SharedPrefix
@@ -53,6 +54,8 @@ def precompile(
     deterministic: bool = False,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | Sequence[int] | None = None,
+    dropout_p: float = 0.0,
     q_scale: torch.Tensor | Sequence[int] | None = None,
     k_scale: torch.Tensor | Sequence[int] | None = None,
     v_scale: torch.Tensor | Sequence[int] | None = None,
@@ -74,6 +77,8 @@ def precompile(
                         captured tensors with requires_grad, too. Without it: the kernel of a call without gradients
     max_scores          as for return_aux=AuxRequest(max_scores=True)
     cu_seqlens_q, cu_seqlens_k   tensors on the device: the call is one of varlen_attention, with shapes (total, H, D)
+    sinks               a tensor, or a shape (Hq,), which has `dtype` and wants a gradient with backward
+    dropout_p           any number from 0 to 1: only whether it is 0 changes a kernel
     q_scale, k_scale, v_scale, out_dtype   of float8_e4m3fn; scales as tensors or shapes: what they hold changes no kernel
 
     The others are those of flex_attention. Memory for the call's tensors is taken from the device while this runs, and the small kernels
@@ -93,13 +98,15 @@ def precompile(
         raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
     named = (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale))
     float8 = quantised(*(_filled(name, t, torch.float32, device, 1) for name, t in named), out_dtype)
+    # a seed of its own, as torch's generator must not go on
+    dropout = read_dropout(dropout_p, torch.zeros(1, dtype=torch.int64, device=device), device) if dropout_p else None
+    extras: dict[str, Any] = {"sinks": _sinks(sinks, dtype, device, backward), "dropout": dropout, "quantised": float8}
     with waiting():
         with torch.set_grad_enabled(backward):
             if cu_seqlens_q is None:
-                call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, quantised=float8)
+                call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, **extras)
             else:
-                packed = cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options
-                call = packed_call(*tensors, *packed, quantised=float8)
+                call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, **extras)
         with torch.no_grad():
             _prepare(call, backward, max_scores, deterministic or torch.are_deterministic_algorithms_enabled())
     return _compiled_since(before)
@@ -125,6 +132,7 @@ def precompile_cached(
     v_scale: torch.Tensor | Sequence[int] | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    sinks: torch.Tensor | Sequence[int] | None = None,
     shared_prefix: SharedPrefix | Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -137,6 +145,7 @@ def precompile_cached(
                 another dtype, as of float8_e4m3fn, pass tensors
     kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, q_scale, k_scale, v_scale   tensors or shapes: what they hold changes no
                 kernel
+    sinks       a tensor, or a shape (Hq,), which has `dtype`
     shared_prefix   one of as many sequences, or (groups, pages): for how many groups and pages of a prefix it has room. Then both ways are
                 compiled, with sharing and without, as it depends on the batch which one a call goes
     device      for shapes and meta tensors; by default that of a tensor among the others, else "cuda" if there is a GPU, or "cpu"
@@ -155,7 +164,8 @@ def precompile_cached(
     of_query = batch.pop("q_scale"), out_dtype
     shared = None if shared_prefix is None else _shared(shared_prefix, batch, tensors[1])
     with waiting(), torch.no_grad():
-        prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, of_query, score_mod, mask_mod, scale, batch_invariant, shared)
+        what = score_mod, mask_mod, scale, batch_invariant, _sinks(sinks, dtype, device, False)
+        prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, of_query, *what, shared)
     return _compiled_since(before)
 
 
@@ -226,6 +236,14 @@ def _filled(name: str, given, dtype: torch.dtype, device: torch.device, value: i
     return made if made is given else made.fill_(value)
 
 
+def _sinks(given, dtype: torch.dtype | None, device: torch.device, learned: bool) -> torch.Tensor | None:
+    """As they are given; of a shape or on "meta" with memory. learned: those of a shape want a gradient."""
+    if given is None:
+        return None
+    made = _real("sinks", given, dtype, device)
+    return made if made is given else made.zero_().requires_grad_(given.requires_grad if isinstance(given, torch.Tensor) else learned)
+
+
 def _prepare(call: Bound, backward: bool, max_scores: bool, deterministic: bool) -> None:
     if backward and call.score:  # as autograd keeps it
         graph, values = call.score
@@ -233,6 +251,8 @@ def _prepare(call: Bound, backward: bool, max_scores: bool, deterministic: bool)
     wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
     before = partial(backward_pass.begin, call, wanted, deterministic) if backward else None
     found = forward_pass.prepare(call, output_max=max_scores, output_rows=backward, before=before)
+    if call.extras and call.extras.sinks is not None and not call.extras.sinks.requires_grad:  # as autograd hands them on
+        call = call._replace(extras=call.extras._replace(sinks=None))
     if backward and found is not None:
         backward_pass.prepare(call, *found, wanted=wanted, deterministic=deterministic)
 

@@ -237,6 +237,38 @@ def test_real_shapes(backward):
     assert relative_error(found, expected) < 1e-2
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["sinks", "sinks that learn nothing", "dropout", "both"])
+def test_sinks_and_dropout(kind, packed, backward, device):
+    """Of a shape, of meta tensors and of tensors; the call draws the number that it would draw without."""
+    learned, dropout_p = backward and kind != "sinks that learn nothing", 0.0 if kind.startswith("sinks") else 0.25
+    sinks = None if kind == "dropout" else torch.randn(2, device=device, requires_grad=learned)
+    shape = (40, 2, 16) if packed else SHAPE
+    call = {"mask_mod": mods.causal, "dropout_p": dropout_p}
+    starts = {"cu_seqlens_q": torch.tensor([0, 40], device=device)} if packed else {}
+
+    def compiled(sinks):
+        options = {"backward": backward, "dtype": torch.float32, "device": device}
+        return precompile(shape, shape, shape, mask_mod=mods.causal, dropout_p=2 * dropout_p, sinks=sinks, **starts, **options)
+
+    state = torch.random.get_rng_state()
+    assert compiled((2,) if learned and sinks is not None else sinks)
+    assert torch.equal(state, torch.random.get_rng_state())
+    if sinks is not None:
+        meta = torch.empty(2, device="meta", requires_grad=learned)
+        assert compiled(meta) == compiled(sinks) == []
+
+    def really():
+        q, k, v = (torch.randn(shape, device=device, requires_grad=backward) for _ in range(3))
+        out = (varlen_attention if packed else flex_attention)(q, k, v, sinks=sinks, **starts, **call)
+        if backward:
+            out.sum().backward()
+
+    assert costs(really) == (0, 0)
+
+
 def test_nothing_to_compute_is_nothing_to_compile():
     assert precompile((1, 2, 0, 16), SHAPE, SHAPE, dtype=torch.float32, device="cpu", backward=True) == []
 

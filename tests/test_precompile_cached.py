@@ -27,6 +27,8 @@ def cached_calls() -> dict[str, dict]:
         "ragged": dict(shapes=[(50, 4, 16), *pages], kv_len=(3,), page_table=(3, 20), cu_seqlens_q=(4,), max_q_len=30),
         "float8": dict(shapes=[(2, 4, 1, 16), *entries], kv_len=(2,), cache_loc=(2,), k_scale=(2,), v_scale=(2,), kept=torch.float8_e4m3fn),
         "batch_invariant": dict(shapes=[(3, 4, 1, 16), *entries], kv_len=(3,), batch_invariant=True),
+        "sinks": dict(shapes=[(3, 4, 1, 16), *entries], kv_len=(3,), sinks=(4,)),
+        "sinks, ragged": dict(shapes=[(50, 4, 16), *pages], kv_len=(3,), page_table=(3, 20), cu_seqlens_q=(4,), max_q_len=30, sinks=(4,)),
     }
 
 
@@ -40,7 +42,7 @@ def test_calls_with_a_cache(name, way, device):
 
     def made(where: str) -> tuple[list, dict]:
         qkv = [torch.zeros(shape, device=where, dtype=dtype) for shape, dtype in zip(shapes, (torch.float32, kept, kept), strict=True)]
-        of_scales = {"k_scale": torch.float32, "v_scale": torch.float32}
+        of_scales = {"k_scale": torch.float32, "v_scale": torch.float32, "sinks": torch.float32}
         return qkv, {key: torch.ones(shape, device=where, dtype=of_scales.get(key, torch.int32)) for key, shape in tables.items()}
 
     given, described = (shapes, tables) if way == "shapes" and kept is torch.float32 else made("meta" if way != "examples" else device)
