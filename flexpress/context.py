@@ -238,22 +238,31 @@ class ContextPlan:
 
     def shard(self, tensor: torch.Tensor, dim: int = -2) -> torch.Tensor:
         """This rank's part of a tensor with q_len (or kv_len) positions in `dim`. ValueError for another number."""
-        return tensor.index_select(dim, self._positions(tensor.shape[dim], dim, (self.q_len, self.kv_len)))
+        return tensor.index_select(dim, self._positions(tensor.shape[dim], (self.q_len, self.kv_len), f"dimension {dim} has"))
 
-    def _positions(self, length: int, dim: int, lengths: tuple[int, int]) -> torch.Tensor:
+    def _positions(self, length: int, lengths: tuple[int, int], said: str) -> torch.Tensor:
         for expected, positions in zip(lengths, (self.position_ids, self.kv_position_ids), strict=True):
             if length == expected:
                 return positions
-        raise ValueError(f"dimension {dim} has {length} positions, but this plan is for {' or '.join(map(str, dict.fromkeys(lengths)))}")
+        raise ValueError(f"{said} {length} positions, but this plan is for {' or '.join(map(str, dict.fromkeys(lengths)))}")
 
     def unshard(self, tensor: torch.Tensor, dim: int = -2, length: int | None = None) -> torch.Tensor:
         """The whole tensor of all ranks' parts, on each of them. Differentiable: a rank gets the gradient of its part, summed over ranks.
 
         dim      which dimension is the sequence; by default the last but one
         length   of the whole; q_len by default. kv_len is for parts of keys and values
+
+        Raises ValueError for another length than the plan's, and for a tensor of other positions than this rank holds.
         """
-        self.agreement.check("plan", self.facts)
         length = self.q_len if length is None else length
+        with self.agreement.telling_failures():
+            held = len(self._positions(length, (self.q_len, self.kv_len), "length of the whole is"))
+            if tensor.shape[dim] != held:
+                raise ValueError(
+                    f"dimension {dim} of tensor {tuple(tensor.shape)} has {tensor.shape[dim]} positions, but this rank holds {held} of "
+                    f"{length}: pass its part, as plan.shard makes it of the whole"
+                )
+        self.agreement.check("plan", self.facts)
         parts = [positions_of(blocks, length) for blocks in (self.layout.q_blocks if length == self.q_len else self.layout.kv_blocks)]
         if self.head_split:
             tensor = Gathered.apply(tensor, dim, self.head_split.counts(len(parts[self.rank])), self.head_split.group)

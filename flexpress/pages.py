@@ -169,8 +169,9 @@ class PageAllocator:
         )
 
     def _known(self, sequence: int) -> int:
-        if not isinstance(sequence, int) or sequence not in self._pages:
-            freed = isinstance(sequence, int) and 0 <= sequence < self._next
+        number = isinstance(sequence, int) and not isinstance(sequence, bool)  # True would be sequence 1
+        if not number or sequence not in self._pages:
+            freed = number and 0 <= sequence < self._next
             raise ValueError(f"sequence {sequence!r} was freed" if freed else f"there is no sequence {sequence!r} in this pool")
         return sequence
 

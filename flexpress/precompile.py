@@ -88,7 +88,7 @@ def precompile(
     Returns what this process has had compiled meanwhile: nothing, if all was there. Any thread may call this; what several threads ask for
     is compiled side by side, by processes beside this one. Raises what flex_attention raises.
     """
-    if isinstance(query, Sequence) and any(isinstance(call, Mapping) for call in query):
+    if isinstance(query, Sequence) and (any(isinstance(call, Mapping) for call in query) or not query and key is None):
         return _side_by_side(query)
     device = _device_of(query, (getattr(block_mask, "kv_num_blocks", None), cu_seqlens_q), device)
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("key", key), ("value", value))]
@@ -207,6 +207,8 @@ def _side_by_side(calls: Sequence) -> list[Precompiled]:
     """What was compiled for all of them. Raises what the first that fails does."""
     if not all(isinstance(call, Mapping) for call in calls):
         raise TypeError("precompile takes the arguments of one call, or a list of dicts with the arguments of one call each")
+    if not calls:
+        return []
     before, index = _counts(), torch.cuda.current_device() if torch.cuda.is_available() else -1
 
     def compiled(call: Mapping[str, Any]) -> None:
@@ -277,6 +279,8 @@ def _real(name: str, given, dtype: torch.dtype | None, device: torch.device) -> 
         return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=device) if given.is_meta else given
     if not isinstance(given, Sequence) or not all(isinstance(n, int) for n in given):
         raise TypeError(f"{name} must be a torch.Tensor or a shape, a tuple of integers, got {given!r}")
+    if any(n < 0 for n in given):
+        raise ValueError(f"{name} is a shape, whose extents must be 0 or more, got {given!r}")
     if dtype is None:
         raise TypeError(f"{name} is a shape, so dtype is needed: pass dtype=torch.bfloat16, for example")
     return torch.empty(tuple(given), dtype=dtype, device=device)

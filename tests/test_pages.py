@@ -235,6 +235,7 @@ BAD = {
     "fork freed": (lambda pool: pool.fork(1), ValueError, "sequence 1 was freed"),
     "free twice": (lambda pool: pool.free(1), ValueError, "sequence 1 was freed"),
     "free unknown": (lambda pool: pool.free([0]), ValueError, r"there is no sequence \[0\] in this pool"),
+    "free a bool": (lambda pool: pool.free(False), ValueError, "there is no sequence False in this pool"),
     "length": (lambda pool: pool.length(None), ValueError, "there is no sequence None in this pool"),
     "pages": (lambda pool: pool.pages(-1), ValueError, "there is no sequence -1 in this pool"),
     "table": (lambda pool: pool.page_table([0, 1]), ValueError, "sequence 1 was freed"),

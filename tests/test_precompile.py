@@ -271,6 +271,7 @@ def test_sinks_and_dropout(kind, packed, backward, device):
 
 def test_nothing_to_compute_is_nothing_to_compile():
     assert precompile((1, 2, 0, 16), SHAPE, SHAPE, dtype=torch.float32, device="cpu", backward=True) == []
+    assert precompile([]) == []
 
 
 def test_strides_of_meta_tensors_count():
@@ -290,6 +291,7 @@ def test_strides_of_meta_tensors_count():
         ("meta", {"dtype": torch.float32}, TypeError, "query must be a torch.Tensor or a shape"),
         (SHAPE, {"dtype": torch.float32, "device": "meta"}, ValueError, "device is 'meta'"),
         (torch.empty(SHAPE), {"device": "cuda"}, ValueError, "query is on cpu, but device is cuda"),
+        ((1, 2, -4, 16), {"dtype": torch.float32}, ValueError, r"query is a shape, whose extents must be 0 or more, got \(1, 2, -4, 16\)"),
         (SHAPE[1:], {"dtype": torch.float32, "device": "cpu"}, ValueError, "query must have 4 dimensions"),
         (SHAPE, {"dtype": torch.float64, "device": "cpu"}, TypeError, "query has dtype torch.float64"),
     ],

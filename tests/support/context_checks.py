@@ -133,6 +133,23 @@ def what_one_rank_raises_is_named_on_the_other():
 
 
 @check(2)
+def what_is_no_part_of_a_sequence():
+    whole, plan = torch.randn(2, 300), ContextPlan(q_len=300, kv_len=500, mask_mod=mods.causal, device=here())
+    held = len(plan.position_ids)
+    cases = {
+        rf"dimension 1 of tensor \(2, 300\) has 300 positions, but this rank holds {held} of 300: pass its part": (whole, 1),
+        rf"dimension 0 of tensor \(2, 300\) has 2 positions, but this rank holds {held} of 300": (whole, 0),
+        "length of the whole is 400 positions, but this plan is for 300 or 500": (whole, 1, 400),
+    }
+    for words, arguments in cases.items():
+        with pytest.raises(ValueError, match=words):
+            plan.unshard(*arguments)
+    torch.testing.assert_close(plan.unshard(plan.shard(whole, 1), 1), whole)
+    with pytest.raises(ValueError, match="dimension 1 has 301 positions, but this plan is for 300 or 500"):
+        plan.shard(torch.randn(2, 301), 1)
+
+
+@check(2)
 def a_captured_tensor_that_is_sharded():
     """The plan puts it together, and gives each rank the gradient of its part."""
     bias, whole = torch.randn(300), tensors(300)
