@@ -191,14 +191,16 @@ class SequenceInfo(StepView):
 
         Fewer tokens where max_seq_len or num_pages allow no more: each new token of a step has a place of its own in the cache.
         """
-        n, left, lengths, pages = self._max_batch_size, self._max_num_tokens, [], []
+        n, left, first = self._max_batch_size, self._max_num_tokens, 0
+        lengths: list[int] = []
+        pages: list[list[int]] = []
         for i in range(n):
             own = (self._num_pages + i) // n  # pages, as many for all; those that can hold least come first
             length = min(own * self._page_size, self._max_seq_len, left // (n - i))
-            first = sum(map(len, pages))
-            pages.append([*range(first, first - (-length // self._page_size))])
+            count = -(-length // self._page_size)
+            pages.append([*range(first, first + count)])
             lengths.append(length)
-            left -= length
+            left, first = left - length, first + count
         self.nest_sequences(self._zeros(lengths), 0, pages)
 
     def sync(self, other: SequenceInfo) -> None:
