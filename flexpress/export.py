@@ -24,10 +24,11 @@ from .codegen.device.cache import VERSION
 from .codegen.device.cpp_compiler import interpreter_asked_for
 from .codegen.device.devices import architecture_of, backend_of
 from .codegen.gpus import WIDEST_TILE
-from .codegen.mod.bind import bind
+from .codegen.mod.bind import bind_with_origins
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.loads import dots_of
 from .codegen.mod.long_dots import LONG
+from .codegen.mod.origins import Origins
 from .codegen.mod.tensors import read_captured
 from .codegen.mod.wide import at_any_length
 from .codegen.run.exported import Exported
@@ -102,8 +103,8 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
     if block_mask is not None:
         mask_mod, size = _mask_of(block_mask, mask_mod)
         checks.check_tile_fits_mask(options, *size)
-    score = _bound(score_mod, "score", query.device)
-    mask = _bound(mask_mod, "mask", query.device)
+    score, of_score = bound_mod(score_mod, "score", query.device)
+    mask, of_mask = bound_mod(mask_mod, "mask", query.device)
     captured = score[1][: len(score[0].tensors)] if score else []
     wanted = frozenset(i for i, t in enumerate(captured) if t.is_floating_point() and t.requires_grad)
     if backward is None:
@@ -123,6 +124,7 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
         (query.shape[0], key.shape[0]),
         (query.shape[1], key.shape[1]),
         (query.shape[2], key.shape[2]),
+        (of_score, of_mask),
     )
 
 
@@ -167,15 +169,16 @@ def refuse_rows(graph: ModGraph) -> None:
         )
 
 
-def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
-    """A mod's graph and what it captures."""
+def bound_mod(mod: Callable | None, kind: str, device: torch.device) -> tuple[tuple | None, Origins | None]:
+    """A mod's graph and what it captures, and where that comes from."""
     if mod is None:
-        return None
-    bound = at_any_length(bind(mod, kind, device))
+        return None, None
+    bound, origins = bind_with_origins(mod, kind, device)
+    bound = at_any_length(bound)
     refuse_rows(bound[0])
     if device.type != "meta":
         read_captured(bound, device, f"{kind}_mod")
-    return bound
+    return bound, origins
 
 
 def _mask_of(block_mask, mask_mod) -> tuple[Callable, tuple[int, int]]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch
-from flexpress.export import asked_target, refuse_layout, refuse_rows
+from flexpress.export import asked_target, bound_mod, refuse_layout
 from flexpress.exported_files import write
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.sinks import check_sinks
 
 from .codegen.device.cache import VERSION
-from .codegen.mod.bind import bind
 from .codegen.mod.dtypes import dtype_name
-from .codegen.mod.tensors import read_captured
-from .codegen.mod.wide import at_any_length
 from .codegen.run.exported_cached import CachedFile, ExportedCache
 from .codegen.run.exported_cached_cpu import CachedCppFile
 
@@ -74,7 +70,7 @@ def export_cached(
     refuse_layout(layout, target)
     if q_offset is where.kv_lens:
         q_offset = q_offset.detach()  # an argument of its own in the file
-    score, mask = _mods(score_mod, mask_mod, where.kv_lens, q_offset, where.cu_q, where.max_q, query.device)
+    (score, of_score), (mask, of_mask) = _mods(score_mod, mask_mod, where.kv_lens, q_offset, where.cu_q, where.max_q, query.device)
     d_qk = query.shape[-1]
     call = ExportedCache(
         *(score, mask, where.kv_lens, q_offset, where.cu_q, "" if sinks is None else dtype_name(sinks.dtype)),
@@ -87,6 +83,7 @@ def export_cached(
         query.shape[1] // k_cache.shape[2],
         max(where.max_q, 1),
         (tuple(query.shape), tuple(k_cache.shape), tuple(v_cache.shape), 0 if page_table is None else page_table.shape[1]),
+        (of_score, of_mask),
     )
     text = (CachedCppFile if target == "cpu" else CachedFile)(call, VERSION).text
     write(text, path, layout, overwrite)
@@ -107,8 +104,8 @@ def _refuse(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, s
 
 def _mods(
     score_mod, mask_mod, kv_len: torch.Tensor, q_offset: torch.Tensor | None, cu_q: torch.Tensor | None, q_len: int, device: torch.device
-) -> tuple[tuple | None, tuple | None]:
-    """The bound mods of the numbers of queries."""
+) -> tuple[tuple, tuple]:
+    """The bound mods of the numbers of queries, each with where what it captures comes from."""
     exported_query_length = q_len  # as Q_LEN says
 
     def position(b, q_idx):
@@ -125,13 +122,4 @@ def _mods(
 
     # one query, the last position, sees all that there is
     masked = mask_mod is not None or q_len > 1 or q_offset is not None or cu_q is not None
-    return _bound(score if score_mod else None, "score", device), _bound(mask if masked else None, "mask", device)
-
-
-def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
-    if mod is None:
-        return None
-    bound = at_any_length(bind(mod, kind, device))
-    refuse_rows(bound[0])
-    read_captured(bound, device, f"{kind}_mod")
-    return bound
+    return bound_mod(score if score_mod else None, "score", device), bound_mod(mask if masked else None, "mask", device)

@@ -38,10 +38,9 @@ def dilated_window(window: int, dilation: int) -> MaskMod:
     """
     window = whole_number("dilated_window", "window", window, "pass the number of keys a query sees, itself included", minimum=1)
     dilation = whole_number("dilated_window", "dilation", dilation, "pass the distance from one seen key to the next", minimum=1)
-    reach = window * dilation
 
     def dilated_window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = q_idx - kv_idx
-        return (distance >= 0) & (distance < reach) & (distance % dilation == 0)
+        return (distance >= 0) & (distance < window * dilation) & (distance % dilation == 0)
 
     return dilated_window

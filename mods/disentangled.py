@@ -48,10 +48,10 @@ def disentangled(c2p: Tensor, p2c: Tensor) -> ScoreMod:
             f"disentangled(): c2p and p2c must have 2 * span columns each, got {buckets} and {p2c.shape[3]}; "
             "make both of tables of 2 * span positions"
         )
-    span = buckets // 2
-    last = buckets - 1
 
     def disentangled(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        buckets = c2p.shape[3]
+        span, last = buckets // 2, buckets - 1
         sought = c2p[b, h, q_idx, (q_idx - kv_idx + span).clamp(0, last)]
         return score + sought + p2c[b, h, kv_idx, (kv_idx - q_idx + span).clamp(0, last)]
 

@@ -12,7 +12,6 @@ are runs of rows: those whose rows are too far away are empty.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -50,59 +49,57 @@ def neighborhood(
     if not 1 <= len(extents) <= 3:
         raise ValueError(f"{RECIPE}(): grid must have 1 to 3 axes, got {len(extents)}; flatten the others into the batch")
     others = (_each(name, given, len(extents)) for name, given in (("window", window), ("dilation", dilation), ("causal", causal)))
-    units = [math.prod(extents[n + 1 :]) for n in range(len(extents))]
-    (outer, *inner) = (_axis(*of_axis) for of_axis in zip(extents, units, *others, strict=True))
-    if not inner:
+    *outer, columns = (_axis(*of_axis) for of_axis in zip(extents, *others, strict=True))
+    *outer_extents, width = extents
+    if not outer:
 
         def neighborhood(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return outer(q_idx, kv_idx)
+            return columns(q_idx, kv_idx, width, 1)
 
-    elif len(inner) == 1:
-        (columns,) = inner
-        width = extents[1]
+    elif len(outer) == 1:
+        (rows,), (height,) = outer, outer_extents
 
         def neighborhood(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return outer(q_idx, kv_idx) & columns(q_idx % width, kv_idx % width)
+            return rows(q_idx, kv_idx, height, width) & columns(q_idx % width, kv_idx % width, width, 1)
 
     else:
-        rows, columns = inner
-        area, width = extents[1] * extents[2], extents[2]
+        (layers, rows), (depth, height) = outer, outer_extents
 
         def neighborhood(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return outer(q_idx, kv_idx) & rows(q_idx % area, kv_idx % area) & columns(q_idx % width, kv_idx % width)
+            area = height * width
+            seen = layers(q_idx, kv_idx, depth, area) & rows(q_idx % area, kv_idx % area, height, width)
+            return seen & columns(q_idx % width, kv_idx % width, width, 1)
 
     return neighborhood
 
 
-def _axis(length: int, unit: int, window: object, dilation: object, causal: object) -> Callable:
-    """Which position i sees which position j, on an axis whose elements are `unit` positions each. Of j as little is computed as can be: a
-    tile has as many of them as of scores, which must stay in registers."""
+def _axis(length: int, window: object, dilation: object, causal: object) -> Callable:
+    """Which position i sees which position j, on an axis of `length` elements that are `unit` positions each. Of j as little is computed as
+    can be: a tile has as many of them as of scores, which must stay in registers."""
     window = whole_number(RECIPE, "window", window, "pass the number of elements seen on an axis", minimum=1)
     dilation = whole_number(RECIPE, "dilation", dilation, "pass the distance from one seen element to the next", minimum=1)
     if not isinstance(causal, bool):
         raise TypeError(f"{RECIPE}(): causal must be a bool, got {causal!r}; pass one, or one for each axis")
-    reach = window * dilation
-    if reach > length:
+    if window * dilation > length:
         raise ValueError(
             f"{RECIPE}(): window times dilation must fit into an axis of {length}, got {window} * {dilation}; pass a window of at most "
             f"{length // dilation}"
         )
-    half, last = window // 2, length - window
-    span = (reach - dilation + 1) * unit  # positions from the first element that is seen through the last one
 
-    def along(i, j):
+    def along(i, j, length, unit):
+        span = ((window - 1) * dilation + 1) * unit  # positions from the first element that is seen through the last one
         if unit > 1:
             i, of_key = i // unit, j // unit
         else:
             of_key = j
         if causal:
-            first = i - (reach - dilation)
+            first = i - (window - 1) * dilation
         elif dilation == 1:
-            first = (i - half).clamp(0, last)
+            first = (i - window // 2).clamp(0, length - window)
         else:
             start = i % dilation  # of the grid that i is in, and how many elements that has
             count = (length - 1 - start) // dilation + 1
-            first = start + (i // dilation - half).clamp_min(0).minimum(count - window) * dilation
+            first = start + (i // dilation - window // 2).clamp_min(0).minimum(count - window) * dilation
         lowest = first * unit if unit > 1 else first
         seen = (j >= lowest) & (j < lowest + span)
         return seen if dilation == 1 else seen & (of_key % dilation == i % dilation)

@@ -47,9 +47,9 @@ def relative_bias(table: Tensor) -> ScoreMod:
             f"relative_bias(): table must have an odd number of columns, 2 * S - 1, got shape "
             f"{tuple(table.shape)}; give it a column for each distance from -(S - 1) to S - 1"
         )
-    zero = (table.shape[1] + 1) // 2 - 1  # S - 1, the column of distance 0
 
     def relative_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        zero = table.shape[1] // 2  # S - 1, the column of distance 0
         return score + table[h, kv_idx - q_idx + zero]
 
     return relative_bias
@@ -76,8 +76,8 @@ def t5_bucket(relative_position: Tensor, num_buckets: int = 32, max_distance: in
         TypeError: `num_buckets` or `max_distance` is not an int.
         ValueError: `num_buckets` or `max_distance` is too small, or `num_buckets` odd though bidirectional.
     """
-    n, m, scale = _bucket_constants("t5_bucket", num_buckets, max_distance, bidirectional)
-    return (_two_sided if bidirectional else _one_sided)(relative_position, n, m, scale)
+    n, farthest = _checked("t5_bucket", num_buckets, max_distance, bidirectional)
+    return (_two_sided if bidirectional else _one_sided)(relative_position, n, farthest)
 
 
 @picklable
@@ -99,7 +99,7 @@ def t5_bias(weight: Tensor, num_buckets: int = 32, max_distance: int = 128, bidi
         ValueError: `weight` does not have the shape (num_buckets, Hq); or as `t5_bucket`.
     """
     weight = float_tensor("t5_bias", "weight", weight, ("num_buckets", "Hq"))
-    n, m, scale = _bucket_constants("t5_bias", num_buckets, max_distance, bidirectional)
+    n, farthest = _checked("t5_bias", num_buckets, max_distance, bidirectional)
     if weight.shape[0] != num_buckets:
         raise ValueError(
             f"t5_bias(): weight must have num_buckets = {num_buckets} rows, got shape "
@@ -108,36 +108,35 @@ def t5_bias(weight: Tensor, num_buckets: int = 32, max_distance: int = 128, bidi
     bucket = _two_sided if bidirectional else _one_sided
 
     def t5_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + weight[bucket(kv_idx - q_idx, n, m, scale), h]
+        return score + weight[bucket(kv_idx - q_idx, n, farthest), h]
 
     return t5_bias
 
 
-def _bucket_constants(recipe: str, num_buckets: int, max_distance: int, bidirectional: bool) -> tuple[int, int, float]:
-    """(n, m, buckets per unit of log distance), in the letters of `t5_bucket`."""
+def _checked(recipe: str, num_buckets: int, max_distance: int, bidirectional: bool) -> tuple[int, int]:
+    """n, in the letters of `t5_bucket`, and max_distance."""
     buckets = whole_number(recipe, "num_buckets", num_buckets, "T5 has 32", minimum=4 if bidirectional else 2)
     if bidirectional and buckets % 2:
         raise ValueError(
             f"{recipe}(): num_buckets must be even, half for each direction, got {buckets}; pass {buckets + 1}, or bidirectional=False"
         )
     n = buckets // 2 if bidirectional else buckets
-    m = n // 2
-    farthest = whole_number(
-        recipe, "max_distance", max_distance, f"distances below {m} have buckets of their own, it lies beyond", minimum=m + 1
-    )
-    return n, m, (n - m) / math.log(farthest / m)
+    remedy = f"distances below {n // 2} have buckets of their own, it lies beyond"
+    return n, whole_number(recipe, "max_distance", max_distance, remedy, minimum=n // 2 + 1)
 
 
-def _two_sided(relative_position: Tensor, n: int, m: int, scale: float) -> Tensor:
-    bucket = _one_direction(torch.abs(relative_position), n, m, scale)
+def _two_sided(relative_position: Tensor, n: int, farthest: int) -> Tensor:
+    bucket = _one_direction(torch.abs(relative_position), n, farthest)
     return torch.where(relative_position > 0, bucket + n, bucket)
 
 
-def _one_sided(relative_position: Tensor, n: int, m: int, scale: float) -> Tensor:
-    return _one_direction(torch.where(relative_position < 0, -relative_position, 0), n, m, scale)
+def _one_sided(relative_position: Tensor, n: int, farthest: int) -> Tensor:
+    return _one_direction(torch.where(relative_position < 0, -relative_position, 0), n, farthest)
 
 
-def _one_direction(distance: Tensor, n: int, m: int, scale: float) -> Tensor:
+def _one_direction(distance: Tensor, n: int, farthest: int) -> Tensor:
+    m = n // 2
+    scale = (n - m) / math.log(farthest / m)  # buckets per unit of log distance
     far = torch.where(distance < m, m, distance).to(torch.float32)  # no logarithm of 0
     coarse = m + (torch.log(far / m) * scale + _NUDGE).to(torch.int32)
     return torch.where(distance < m, distance, torch.where(coarse < n, coarse, n - 1)).to(torch.int32)

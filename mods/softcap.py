@@ -38,9 +38,7 @@ def softcap(cap: float) -> ScoreMod:
     """
     cap = positive_number("softcap", "cap", cap, "to leave the scores as they are, leave the softcap out")
 
-    inverse = 1.0 / cap  # a product is cheaper than a division at every position
-
     def softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return cap * torch.tanh(score * inverse)
+        return cap * torch.tanh(score * (1.0 / cap))  # a product is cheaper than a division at every position
 
     return softcap

@@ -141,8 +141,8 @@ CAPTURES = [
     ),
     Mutant(
         "codegen/mod/calls.py",
-        "lambda values: function(values[first], values[second])",
-        "lambda values: function(values[second], values[first])",
+        "lambda values: function(values[left], values[right])",
+        "lambda values: function(values[right], values[left])",
         named("captures", "arithmetic_on_captured"),
         "host arithmetic with its operands exchanged",
     ),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+
+import numpy
 import pytest
 import torch
 
-from flexpress import flex_attention
+from flexpress import cached_attention, export_cached, flex_attention
+from flexpress.mods import dilated_window, disentangled, neighborhood, relative_bias, softcap, t5_bias
 from support.dense import relative_error
-from support.exported import saved, tensors
+from support.exported import cache, load, saved, tensors
 
 LENGTH, COLUMNS = 24, 32
 
@@ -98,3 +103,162 @@ def test_a_gradient_is_written_where_the_tensor_lies(in_cpp, tmp_path):
             continue
         assert relative_error(*found, *torch.autograd.grad(expected.sin().sum(), table)) < 1e-5
     assert 0 < refused < len(LAYOUTS)
+
+
+def arguments_of(module) -> list[str]:
+    """What a file's attention takes of what mods capture."""
+    parameters = inspect.signature(module.attention).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("scale", "lists", "return_lse", "max_q_len")]
+
+
+WINDOW, SETTINGS = 9, {"window": 9, "sink": 2}
+
+
+def far(distance):
+    return distance >= WINDOW
+
+
+def scaled(factor):
+    """A score_mod multiplies by what is made of a captured number: on the host, at every call."""
+    return {
+        "twice": lambda score, b, h, q_idx, kv_idx: score * (2 * factor) + factor,
+        "negative": lambda score, b, h, q_idx, kv_idx: score * -factor,
+        "root": lambda score, b, h, q_idx, kv_idx: score * math.sqrt(factor),
+        "power": lambda score, b, h, q_idx, kv_idx: score * (-2 * factor) ** 3 - max(factor, 1.5) * abs(-factor),
+        "capped": softcap(factor),
+    }
+
+
+@pytest.mark.parametrize("backend", ["CPP", "PORTABLE"])
+@pytest.mark.parametrize("form", scaled(1.0))
+def test_what_is_made_of_a_number_follows_it(in_cpp, tmp_path, form, backend):
+    """The file takes the user's own capture, and computes what the mod makes of it."""
+    q, k, v = tensors("cpu", Z=1, Hq=2, Hkv=2, Q_LEN=LENGTH, KV_LEN=LENGTH, D=16)
+    _, module = saved(tmp_path, q, k, v, score_mod=scaled(2.25)[form], kernel_options={"BACKEND": backend})
+    (name,) = arguments_of(module)
+    assert relative_error(module.attention(q, k, v), flex_attention(q, k, v, scaled(2.25)[form])) < 1e-6
+    found = module.attention(q, k, v, **{name: 0.75})
+    assert relative_error(found, flex_attention(q, k, v, scaled(0.75)[form])) < 1e-6
+    assert relative_error(module.reference(q, k, v, **{name: 0.75})[0], found.double()) < 1e-5
+
+
+def t5(max_distance, weight):
+    return {"score_mod": t5_bias(weight, 32, max_distance)}
+
+
+BUCKETS = {"weight": lying("contiguous", 32, 2)}
+
+
+def by_distance(table):
+    return {"score_mod": relative_bias(table)}
+
+
+def grid(height, width):  # the file calls something of its own width, and this width_
+    return neighborhood((height, width), (3, 2))
+
+
+def number_and_shape(table):
+    return {"score_mod": lambda score, b, h, q_idx, kv_idx: score * (table.shape[1] * 0.125) + table[h, 0] * len(table)}
+
+
+MADE = {  # what makes a mod, with what, and with what else; what the file takes, if these are not the names of its arguments
+    "dilated_window": (dilated_window, {"window": 4, "dilation": 2}, {"window": 3, "dilation": 3}),
+    "neighborhood": (grid, {"height": 4, "width": 6}, {"height": 3, "width": 8}, {"height": "height", "width": "width_"}),
+    "neighborhood, window": (lambda window: neighborhood((4, 2, 3), (window, 1, 2), (1, 2, 1)), {"window": 3}, {"window": 2}),
+    "t5_bias": (t5, {"max_distance": 12, **BUCKETS}, {"max_distance": 20, **BUCKETS}, {"max_distance": "farthest", "weight": "weight"}),
+    "relative_bias": (by_distance, {"table": lying("contiguous", 2, 47)}, {"table": lying("contiguous", 2, 63)}),
+    "a tensor's sizes": (number_and_shape, {"table": lying("contiguous", 2, 8)}, {"table": lying("contiguous", 2, 12)}),
+    "half a window": (lambda window: lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) <= window // 2, {"window": 8}, {"window": 12}),
+}
+
+
+@pytest.mark.parametrize("backend", ["CPP", "PORTABLE"])
+@pytest.mark.parametrize("case", MADE)
+def test_a_file_is_called_as_the_mod_is_made(in_cpp, tmp_path, case, backend):
+    """With other arguments it computes what the mod computes that is made of these."""
+    make, example, other, *names = MADE[case]
+    q, k, v = tensors("cpu", Z=1, Hq=2, Hkv=2, Q_LEN=LENGTH, KV_LEN=LENGTH, D=16)
+    _, module = saved(tmp_path, q, k, v, **as_mods(make(**example)), kernel_options={"BACKEND": backend})
+    given = {names[0][name] if names else name: value for name, value in other.items()}
+    assert set(given) <= set(arguments_of(module))
+    right = flex_attention(q, k, v, **as_mods(make(**other)))
+    assert relative_error(right, flex_attention(q, k, v, **as_mods(make(**example)))) > 1e-3
+    assert relative_error(module.attention(q, k, v, **given), right) < 1e-6
+    assert relative_error(module.reference(q, k, v, **given)[0], right.double()) < 1e-5
+    if hasattr(module, "create_block_lists"):
+        lists = module.create_block_lists(q, k, **given)
+        assert relative_error(module.attention(q, k, v, **given, lists=lists), right) < 1e-6
+
+
+def as_mods(made):
+    return made if isinstance(made, dict) else {"mask_mod": made}
+
+
+def test_disentangled_follows_its_tables(in_cpp, tmp_path):
+    q, k, v = tensors("cpu", Z=1, Hq=2, Hkv=2, Q_LEN=LENGTH, KV_LEN=LENGTH, D=16)
+    tables, others = (torch.randn(2, 1, 2, LENGTH, columns, generator=torch.Generator().manual_seed(1)) for columns in (16, 32))
+    _, module = saved(tmp_path, q, k, v, score_mod=disentangled(*tables))
+    found = module.attention(q, k, v, c2p=others[0], p2c=others[1])
+    assert relative_error(found, flex_attention(q, k, v, disentangled(*others))) < 1e-6
+
+
+def test_what_python_has_decided_is_checked(in_cpp, tmp_path):
+    """A branch is part of the kernels: an argument that would take the other one is refused."""
+    q, k, v = tensors("cpu", Z=1, Hq=2, Hkv=2, Q_LEN=LENGTH, KV_LEN=LENGTH, D=16)
+
+    def near(window):
+        return lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) < window if window > 5 else q_idx - kv_idx < 2 * window
+
+    _, module = saved(tmp_path, q, k, v, mask_mod=near(8))
+    assert relative_error(module.attention(q, k, v, window=6), flex_attention(q, k, v, mask_mod=near(6))) < 1e-6
+    with pytest.raises(ValueError, match=r"\(window > 5\) is False; these kernels were made where it is True"):
+        module.attention(q, k, v, window=5)
+    with pytest.raises(ValueError, match="window > 5"):
+        module.create_block_lists(q, k, window=5)
+    _, module = saved(tmp_path, q, k, v, mask_mod=dilated_window(4, 1), overwrite=True)
+    assert relative_error(module.attention(q, k, v, dilation=2), flex_attention(q, k, v, mask_mod=dilated_window(4, 2))) < 1e-6
+    _, module = saved(tmp_path, q, k, v, mask_mod=neighborhood(LENGTH, 5), overwrite=True)
+    with pytest.raises(ValueError, match="dilation == 1"):
+        module.attention(q, k, v, dilation=2)
+
+
+def test_names_of_what_no_formula_makes(in_cpp, tmp_path):
+    """They are not those of captures. What is read twice is one argument."""
+    q, k, v = tensors("cpu", Z=1, Hq=2, Hkv=2, Q_LEN=LENGTH, KV_LEN=LENGTH, D=16)
+    slopes, table = torch.rand(2), torch.rand(2, LENGTH)
+
+    def score(score, b, h, q_idx, kv_idx):
+        return score * numpy.sqrt(SETTINGS["window"]) + slopes.exp()[h] + table[0][q_idx] + table[1][kv_idx]
+
+    def mask(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx < WINDOW) & ~far(q_idx - kv_idx) | (kv_idx < SETTINGS["sink"]) | (kv_idx == SETTINGS["sink"])
+
+    _, module = saved(tmp_path, q, k, v, score_mod=score, mask_mod=mask)
+    assert set(arguments_of(module)) == {"settings_window_sqrt", "slopes_exp", "table_0", "table_1", "window", "settings_sink"}
+    found = module.attention(q, k, v, slopes_exp=slopes.exp(), table_0=table[0], table_1=table[1])
+    assert relative_error(found, flex_attention(q, k, v, score, mask_mod=mask)) < 1e-6
+
+
+def test_numbers_that_do_not_fit_are_refused(in_cpp, tmp_path):
+    """The library takes such for literals of 64 bits, which a file's kernels cannot."""
+    q, k, v = tensors("cpu", Z=1, Hq=2, Hkv=2, Q_LEN=LENGTH, KV_LEN=LENGTH, D=16)
+    _, module = saved(tmp_path, q, k, v, mask_mod=dilated_window(4, 2))
+    with pytest.raises(ValueError, match=r"\(window \* dilation\) is 4294967296; kernels take numbers of 32 bits"):
+        module.attention(q, k, v, window=1 << 16, dilation=1 << 16)
+
+
+def test_a_cache_follows_what_is_captured(in_cpp, tmp_path):
+    q, k_cache, v_cache, kv_len, _ = cache("cpu", pages=0, S=40, N=3)
+    slopes = torch.rand(8)
+
+    def mod(slopes):
+        return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (q_idx - kv_idx) * (slopes.shape[0] * 3)
+
+    path = tmp_path / "cached.py"
+    export_cached(q, k_cache, v_cache, kv_len, score_mod=mod(slopes), path=path)
+    module = load(path)
+    assert "slopes" in arguments_of(module)
+    assert "slopes_shape" not in str(arguments_of(module))
+    longer = torch.rand(11)
+    right = cached_attention(q, k_cache, v_cache, kv_len, score_mod=mod(longer))
+    assert relative_error(module.attention(q, k_cache, v_cache, kv_len, slopes=longer), right) < 1e-6

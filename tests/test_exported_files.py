@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from unittest import mock
@@ -80,6 +81,20 @@ def test_no_captured_name_hides_one_of_the_files(tmp_path):
     assert_equal(out, flex_attention(q, k, v, mod))
     found, librarys = (torch.autograd.grad(o.square().sum(), list(held.values())) for o in (out, flex_attention(q, k, v, mod)))
     assert all(relative_error(mine, theirs) <= 1e-3 for mine, theirs in zip(found, librarys, strict=True))
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+@pytest.mark.parametrize(
+    "batch, lengths", [(2, (4096, 4096)), (2, (8192, 8192)), (2, (1, 1 << 22)), (2, (1 << 20, 300)), (1 << 14, (900, 900))]
+)
+def test_a_demo_needs_little_memory(target, batch, lengths):
+    """It makes tensors of all scores in float64."""
+    q, k = (torch.empty(batch, 16, length, 16, device="meta") for length in lengths)
+    (line,) = re.findall(r"^    Q_LEN, KV_LEN = (\d+, \d+)$", export(q, k, k, target=target), re.M)
+    Q_LEN, KV_LEN = map(int, line.split(", "))
+    assert 100 << 20 < batch * 16 * Q_LEN * KV_LEN * 8 <= 200 << 20 or batch > 2
+    assert 0 < Q_LEN <= lengths[0] and 0 < KV_LEN <= lengths[1]
+    assert lengths[0] < 128 or Q_LEN % 128 == 0 or lengths[0] == Q_LEN or batch > 2
 
 
 def test_no_name_is_defined_twice(monkeypatch):

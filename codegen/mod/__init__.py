@@ -43,6 +43,7 @@ What it captures
 
 capture      what is read, and how it is found again
 program      the recorded steps and their guards
+origins      where captured values come from, as Python
 stand_ins    what a mod sees instead of what it captures
 calls        calls of captured functions
 audit        what no stand-in can see: a function's bytecode

@@ -26,6 +26,7 @@ from .current import set_device
 from .errors import ModError
 from .expr import ModGraph
 from .graph_mod import GraphMod
+from .origins import Origin, Origins, origins_of
 from .program import Untrackable
 from .trace import Traced, check_parameters, parts_of, replayable, traced_once
 
@@ -136,6 +137,19 @@ def _count(bucket: _Bucket, traced: Traced) -> None:
             "symbols in arithmetic, and nothing is compiled again.",
             stacklevel=3,
         )
+
+
+def bind_with_origins(mod, kind: str, device: torch.device | None = None) -> tuple[tuple[ModGraph, list], Origins]:
+    """As bind, by a trace of its own; and where what the mod captures comes from, of this mod and no other of the same code."""
+    bound = bind(mod, kind, device)
+    if type(mod) is not GraphMod and not why_every_call(mod, kind):
+        traced, values = replayable(plain(mod), kind)
+        found = traced.program.run(plain(mod))
+        if found is not None:
+            places, count = traced.places, len(traced.graph.tensors)
+            return (traced.graph, values), origins_of(traced.program, found, places[:count], places[count:])
+    captures = zip((*bound[0].tensors, *bound[0].scalars), bound[1], strict=True)
+    return bound, Origins(tuple(Origin(capture.name, value) for capture, value in captures))
 
 
 def why_every_call(mod, kind: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import types
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from torch.nn.modules import module as module_hooks
 
 from .current import running
 from .graph_mod import GraphMod, replayed
+from .origins import made_of
 from .program import HostProgram, Untrackable
 from .purity import BY_OPERATORS, ITERATORS, OF_CONSTANTS, is_constant, is_pure
 from .randomness import draws, may_draw, refused, title
@@ -41,18 +43,34 @@ def host_call(reader: Reader, function: Callable, args: tuple, kwargs: dict, nam
     def call(values):
         return function(*[get(values) for get in positional], **{k: get(values) for k, get in named.items()})
 
-    places = [getattr(get, "place", None) for get in positional]
-    run = call
-    if not named and None not in places:
-        if len(places) == 1:
-            (first,) = places
-            run = lambda values: function(values[first])
-        elif len(places) == 2:
-            first, second = places
-            run = lambda values: function(values[first], values[second])
+    run = call if named else _quick_call(function, positional) or call
     with torch._C.DisableTorchFunction():
         result = call(program.values)
-    return reader.track(result, run, name)
+    is_item = function is operator.getitem and type(args[1]) in (int, str) and is_stand_in(args[0])
+    found = reader.track(result, run, name, ("item", id(state_of(args[0]).value), args[1]) if is_item else None)
+    place = state_of(found).place if is_stand_in(found) else program.place_of(found) if is_tensor(found) else None
+    if place is not None and program.steps[place - 1].run is run:  # and it is no tensor that was captured before
+        program.steps[place - 1].made = made_of(program, function, args, kwargs)
+    return found
+
+
+def _quick_call(function: Callable, sources: list) -> Callable | None:
+    """A call of a function of one or two values, without the loops of a call in general, which take five times as long; None for others."""
+    first, second = (*sources, None, None)[:2]
+    kinds = tuple(map(type, sources))
+    if kinds == (_Place,):
+        at = first.place
+        return lambda values: function(values[at])
+    if kinds == (_Place, _Place):
+        left, right = first.place, second.place
+        return lambda values: function(values[left], values[right])
+    if kinds == (_Place, _Constant):
+        left, constant = first.place, second.value
+        return lambda values: function(values[left], constant)
+    if kinds == (_Constant, _Place):
+        constant, right = first.value, second.place
+        return lambda values: function(constant, values[right])
+    return None
 
 
 class _Place:
@@ -67,13 +85,25 @@ class _Place:
         return values[self.place]
 
 
+class _Constant:
+    """A value that is the same at every call."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value) -> None:
+        self.value = value
+
+    def __call__(self, values):
+        return self.value
+
+
 def _source(program: HostProgram, arg) -> Callable:
     """What gives an argument of a host computation from the program's values."""
     kind = type(arg)
     if is_stand_in(arg):
         state = state_of(arg)
         value = state.value
-        return _Place(state.place) if state.place is not None else lambda _: value
+        return _Place(state.place) if state.place is not None else _Constant(value)
     if is_tensor(arg):
         place = program.place_of(arg)
         if place is not None:
@@ -88,7 +118,7 @@ def _source(program: HostProgram, arg) -> Callable:
         start, stop, step = (_source(program, a) for a in (arg.start, arg.stop, arg.step))
         return lambda values: slice(start(values), stop(values), step(values))
     elif is_constant(arg) or isinstance(arg, enum.Enum):
-        return lambda _: arg
+        return _Constant(arg)
     raise Untrackable(f"passes a {kind.__name__} to a function on the host")
 
 

@@ -89,13 +89,13 @@ class CaptureReader:
         """The stand-in of the mod itself (the program's value 0)."""
         return HostValue(State(self, 0, name_of(self.program.values[0])))
 
-    def track(self, value, run: Callable, name: str):
-        """The stand-in, or the tensor or constant itself, for a captured `value` that `run(values)` finds again."""
+    def track(self, value, run: Callable, name: str, source: object = None):
+        """The stand-in, or the tensor or constant itself, for a captured `value` that `run(values)` finds again, from `source`."""
         kind = type(value)
         if kind in NUMBERS:
-            return HostNumber(State(self, self.program.add(run, value, number_guard(value), name), name))
+            return HostNumber(State(self, self.program.add(run, value, number_guard(value), name, source), name))
         if isinstance(value, (np.integer, np.floating, np.bool_)):
-            return HostNumber(State(self, self.program.add(run, value, of_class(kind), name), name))
+            return HostNumber(State(self, self.program.add(run, value, of_class(kind), name, source), name))
         if isinstance(value, torch.Tensor):
             if not is_tensor(value):
                 return self._refused(f"captures {name}, a {kind.__name__}", name)
@@ -150,7 +150,7 @@ class CaptureReader:
             self.program.add(lambda values: values[place].__self__ is values[at], True, bool, f"{name} is its own method")
             function = self.track(found.__func__, lambda values: values[place].__func__, name)
             return _Method(function, HostValue(state))
-        return self.track(found, run, name)
+        return self.track(found, run, name, ("attribute", id(value), name))
 
     def keys(self, state: State) -> list:
         """The keys of a captured dict, which are compared."""
@@ -183,12 +183,14 @@ class CaptureReader:
                 value = function.__closure__[i].cell_contents
             except ValueError:
                 continue  # not assigned yet: reading it raises NameError in the mod, as in Python
-            cells[i].cell_contents = self.track(value, lambda values, i=i: values[at].__closure__[i].cell_contents, name)
+            source = "cell", id(function.__closure__[i])
+            cells[i].cell_contents = self.track(value, lambda values, i=i: values[at].__closure__[i].cell_contents, name, source)
         builtins = _builtins_of(function)
         others = {}
         for name in sorted(facts.globals):
             if name in function.__globals__:
-                namespace[name] = self.track(function.__globals__[name], lambda values, g=name: values[at].__globals__[g], name)
+                source = "global", id(function.__globals__), name
+                namespace[name] = self.track(function.__globals__[name], lambda values, g=name: values[at].__globals__[g], name, source)
             else:
                 others[name] = builtins.get(name, _builtins_of)  # a name that is nowhere: reading it raises NameError in the mod
                 if name in builtins:

@@ -20,11 +20,34 @@ class Untrackable(Exception):
 
 @dataclass(slots=True)
 class Step:
-    """One read or computation: `run(values)` gives its value, `guard(value)` says whether the trace still fits."""
+    """One read or computation: `run(values)` gives its value, `guard(value)` says whether the trace still fits.
+
+    source   where a read finds a number: two reads of one source give one value
+    made     what a computation computes, and of what; None for a read
+    pinned   is the value part of the trace?
+    """
 
     run: Callable
     guard: Callable
     describe: str
+    source: object = None
+    made: Made | None = None
+    pinned: bool = False
+
+    @property
+    def called(self) -> str:
+        """What its value is called: as what is captured, or a name that says what is made of that."""
+        return self.made.name if self.made and self.made.name else self.describe
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A computation: what its result is called, such as w_floordiv_2; the places of the values that it is of; and Python for it with a {}
+    for each of these, or "" where there is none."""
+
+    name: str
+    places: tuple[int, ...]
+    formula: str
 
 
 class HostProgram:
@@ -37,11 +60,11 @@ class HostProgram:
         self.attributes: set[str] = set()  # names that the mod's code reads of objects
         self._aliases: dict[int, int] = {}  # id of a tensor -> the step that found it first
 
-    def add(self, run: Callable, value, guard: Callable, describe: str) -> int:
+    def add(self, run: Callable, value, guard: Callable, describe: str, source: object = None) -> int:
         """Remember one step with the value that it gave during the trace; returns its place."""
         if len(self.steps) >= _MOST_STEPS:
             raise Untrackable(f"reads more than {_MOST_STEPS} captured values")
-        self.steps.append(Step(run, guard, describe))
+        self.steps.append(Step(run, guard, describe, source))
         self.values.append(value)
         return len(self.steps)
 
@@ -55,6 +78,7 @@ class HostProgram:
     def pin(self, place: int) -> object:
         """From now on the value of this step is part of the signature (Python itself used it)."""
         value = self.values[place]
+        self.steps[place - 1].pinned = True
         self.guard(place, same_number(value) if isinstance(value, NUMBERS) else equal_to(value))
         return value
 

@@ -168,7 +168,7 @@ class ReplayedRun(TracingRun):
     def host(self, function, args: tuple, kwargs: dict, name: str):
         if args and isinstance(args[0], torch.Tensor) and name in ("__get__", "size", "item"):
             place = self.program.place_of(args[0])
-            name = self.program.steps[place - 1].describe if place else name
+            name = (self.program.steps[place - 1].describe if place else "") + ("_size" if name != "item" else "")
         plain = tuple(map(value_of, args)), {k: value_of(v) for k, v in kwargs.items()}
         with torch._C.DisableTorchFunction():
             with self.reading(function, *plain):

@@ -16,7 +16,7 @@ import torch
 
 from .current import Symbolic, applied
 from .operators import BINARY, COMPARISONS, UNARY, function_of
-from .program import HostProgram, Untrackable, number_guard
+from .program import HostProgram, Made, Untrackable, number_guard
 
 
 class Reader(Protocol):
@@ -27,7 +27,7 @@ class Reader(Protocol):
     call       a captured object is called
     attribute  one of a captured object
     keys       those of a captured dict
-    track      the stand-in for a value that a step of the program finds again
+    track      the stand-in for a value that a step of the program finds again, from the `source` that is given
     constant   what stands for a value that is the same at every call
     """
 
@@ -39,7 +39,7 @@ class Reader(Protocol):
     def call(self, state: State, args: tuple, kwargs: dict): ...
     def attribute(self, state: State, name: str): ...
     def keys(self, state: State) -> list: ...
-    def track(self, value, run: Callable, name: str): ...
+    def track(self, value, run: Callable, name: str, source: object = None): ...
     def constant(self, value, name: str): ...
     def stand_in_function(self, state: State) -> Callable: ...
 
@@ -184,8 +184,11 @@ def plain_place(number: HostNumber) -> int:
     state = state_of(number)
     if not isinstance(state.value, np.generic):
         return state.place
-    plain, at = state.value.item(), state.place
-    return state.reader.program.add(lambda values: values[at].item(), plain, number_guard(plain), state.name)
+    plain, at, program = state.value.item(), state.place, state.reader.program
+    step = program.steps[at - 1]
+    place = program.add(lambda values: values[at].item(), plain, number_guard(plain), state.name, step.source or ("number", at))
+    program.steps[place - 1].made = Made(step.called, (at,), "")
+    return place
 
 
 def value_of(value):

@@ -13,6 +13,7 @@ import torch
 from ..mod.expr import ModGraph
 from ..mod.intervals import analyse
 from ..mod.nan import are_ordinary
+from ..mod.origins import Origins
 from ..plan.backward import delta_rows
 from ..plan.forward import Blocks, Options
 from ..plan.masks import lists_spec, mask_texts, status_constants, status_spec, verdict_lists_spec, zones_spec
@@ -29,6 +30,7 @@ class Exported(NamedTuple):
 
     score, mask   the bound mods, or None           wanted   captured tensors of score_mod whose gradients kernels compute
     dtype, d_qk, d_v, scale, options, target        size     of the mask's blocks
+    origins       of what the mods capture
     lengths       Q_LEN and KV_LEN of the example, heads its Hq and Hkv, and batch its Z and Zkv: the demo's
     """
 
@@ -46,6 +48,7 @@ class Exported(NamedTuple):
     batch: tuple[int, int]
     heads: tuple[int, int]
     lengths: tuple[int, int]
+    origins: tuple[Origins | None, Origins | None]
 
 
 class Plans:

@@ -12,6 +12,7 @@ from ..mod.nan import are_ordinary
 from ..plan.backward import STATS_ALIGNMENT
 from ..plan.forward import LOG2_E
 from ..plan.masks import mask_texts
+from ..plan.tiles import BLOCK
 from ..text.spelling import literal_text
 from ..text.torch_text import torch_text
 from .exported import Exported, Plans
@@ -47,6 +48,7 @@ _KERNELS = {
     "hopper_delta_scaled_with_lse": (_ROWS, "scaled_with_lse", "hopper_delta_scaled_with_lse"),
     **MASKS,
 }
+_DENSE = 200 << 20  # bytes of a tensor of scores in float64, in the demo
 TOLERANCES = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 1e-3}  # of the demo
 _MOVING: dict[str, dict[str, int]] = {"head": {}, "row": {"q_idx": 2}, "column": {"kv_idx": 2}}  # what a buffer's last axis is
 _AXES = {"head": ".sum(-1)[:, :, None, None]", "row": "[:, :, :, None]", "column": "[:, :, None, :]"}
@@ -75,13 +77,13 @@ class AttentionFile(TritonFile):
         self.gluon, self.named_tuples = hopper.kernels, call.mask is not None
         on_target |= {name: pair["on_target"] for name, pair in hopper.deltas.items()}
         on_cpu |= {name: pair["on_cpu"] for name, pair in hopper.deltas.items()}
-        names = named(call.score, call.mask, call.wanted, plans.keys, reserved(*TEMPLATES))
+        names = named(call[:2], call.origins, call.wanted, plans.keys, reserved(*TEMPLATES))
         kernels = tuple(
             Kernel(name, grid, on_target[name], on_cpu[name], suffix, called)
             for name, (grid, suffix, called) in _KERNELS.items()
             if name in on_target
         )
-        super().__init__(kernels, *names, call.score, call.mask, version)
+        super().__init__(kernels, names, call.score, call.mask, version)
         describe_call(self, call)
         self.target, self.has_transposed = call.target, call.backward and self.mask
         self.tma = forward_tma or bool(use_tma and any(use_tma))
@@ -171,12 +173,26 @@ def describe_call(file: File, call: Exported) -> None:
     file.zeros = listed(f"torch.zeros_like({name})" for name in file.wanted)
     converted = [f"d_{name}.to({name}.dtype)" for name in file.wanted]
     file.converted, file.converted_apart = listed(converted), f"({', '.join(converted)}{',' * (len(converted) == 1)})"
-    file.returned = listed(f"d_{c.name}" if c.wanted else "None" for c in file.captured)
+    file.returned = listed(f"d_{c.name}" if c.wanted else "None" for c in file.captured if c.of_kernels)
     file.symbols_of = symbols_of
     (Z, Zkv), (Hq, Hkv) = call.batch, call.heads
     file.demo_shapes = {"query": f"{Z}, {Hq}, Q_LEN, {call.d_qk}", "key": f"{Zkv}, {Hkv}, KV_LEN, {call.d_qk}"}
     file.demo_shapes["value"] = f"{Zkv}, {Hkv}, KV_LEN, {call.d_v}"
-    file.demo_lengths = f"{call.lengths[0]}, {call.lengths[1]}"
+    file.demo_lengths = ", ".join(map(str, _lengths_of_demo(call)))
+
+
+def _lengths_of_demo(call: Exported) -> tuple[int, int]:
+    """The example's, or as many positions, in whole blocks, as have small tensors of scores in float64: the demo makes some of these."""
+    most, (q_len, kv_len) = _DENSE // (8 * max(call.batch[0] * call.heads[0], 1)), call.lengths
+    if q_len * kv_len <= most:
+        return call.lengths
+    shorter = min(q_len, kv_len, _whole(math.isqrt(most)))
+    longer = _whole(most // shorter)
+    return (min(q_len, longer), shorter) if q_len > kv_len else (shorter, min(kv_len, longer if q_len < kv_len else shorter))
+
+
+def _whole(positions: int) -> int:
+    return positions // BLOCK * BLOCK or max(positions, 1)
 
 
 def describe_mask(file: File, bound: tuple, extents: tuple) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND, ModGraph
+from ..mod.origins import Origins
 from ..plan import decode
 from ..plan.decode import DecodeCase, Rows, parts_at_once, plan_decode, rows_of, vector_of
 from ..plan.decode_tiles import most_rows
@@ -18,7 +19,7 @@ from ..text.parameters import stride_names
 from ..text.spelling import literal_text
 from .exported import EXTENTS, mask_compilations
 from .exported_attention import MASKS, TOLERANCES, describe_mask
-from .exported_captures import Captured, layouts_for_any, named
+from .exported_captures import Captured, Names, layouts_for_any, named
 from .exported_file import File, Kernel, TritonFile, reserved
 from .imagined import machine_of
 from .preview import Compilation
@@ -41,6 +42,7 @@ class ExportedCache(NamedTuple):
     page_size     0 for a contiguous cache                       located   does cache_loc say which entry is a sequence's
     group         query heads that share keys                    q_len     of the example's longest sequence, for which the tile is chosen
     shapes        of query (with cu_q (T, Hq, D_QK)), k_cache and v_cache, and pages of a sequence: the demo's
+    origins       of what the mods capture
     """
 
     score: tuple[ModGraph, list] | None
@@ -61,6 +63,7 @@ class ExportedCache(NamedTuple):
     group: int
     q_len: int
     shapes: tuple[tuple, tuple, tuple, int]
+    origins: tuple[Origins | None, Origins | None]
 
     ragged = property(lambda self: self.cu_q is not None)
     extras = property(lambda self: Extras(sinks=self.sinks))
@@ -143,7 +146,7 @@ class CachedFile(TritonFile):
             **MASKS,
         }
         kernels = (Kernel(name, row[0], on_target[name], on_cpu[name], *row[1:]) for name, row in table.items() if name in on_target)
-        super().__init__(tuple(kernels), *names, call.score, call.mask, version)
+        super().__init__(tuple(kernels), names, call.score, call.mask, version)
         self.target, self.tma = call.target, False
         self.rows = plans.rows
         describe_cache(self, call, plans.extents, plans.unit, plans.decode(True).scale_apart)
@@ -151,7 +154,7 @@ class CachedFile(TritonFile):
         self.divisions = decode.splits_of, decode.Parts, decode.parts_of
 
 
-def names_in(call: ExportedCache, keys: tuple, reserved: frozenset[str]) -> tuple:
+def names_in(call: ExportedCache, keys: tuple, reserved: frozenset[str]) -> Names:
     """What a call's mods capture, and their names (see named): lengths and the number of queries are arguments of the file's own."""
     lengths = Captured("kv_len", "int32", call.kv_len, ("0",), (1,), given=True)
     given = lengths, Captured("Q_LEN", "int", Q_LEN, given=True)
@@ -159,7 +162,7 @@ def names_in(call: ExportedCache, keys: tuple, reserved: frozenset[str]) -> tupl
         given += (Captured("cu_seqlens_q", "int32", call.cu_q, ("0",), (1,), given=True),)
     if call.q_offset is not None:
         given += (Captured("q_offset", "int32", call.q_offset, ("0",), (1,), given=True),)
-    return named(call.score, call.mask, frozenset(), keys, reserved, given, _EXTENTS)
+    return named(call[:2], call.origins, frozenset(), keys, reserved, given, _EXTENTS)
 
 
 def describe_cache(file: File, call: ExportedCache, extents: tuple, unit: int, scale_apart: bool) -> None:

@@ -23,7 +23,7 @@ class CachedCppFile(FileInCpp):
     def __init__(self, call: ExportedCache, version: str) -> None:
         extents, keys = read_by(call)
         names = names_in(call, keys, reserved(*TEMPLATES) | KERNELS)
-        super().__init__(*names, call.score, call.mask, version)
+        super().__init__(names, call.score, call.mask, version)
         case = DecodeCase(
             *(call.dtype, call.d_qk, call.d_v),
             blocks=Blocks(True, BLOCK, BLOCK) if call.mask else None,

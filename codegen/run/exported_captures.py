@@ -14,6 +14,8 @@ from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph
 from ..mod.index_range import value_range
 from ..mod.loads import loads_of
+from ..mod.origins import Origin, Origins, roots
+from ..mod.program import NUMBERS
 from ..plan.forward import Mod
 from ..text.layouts import TensorLayout, layouts_of
 from ..text.spelling import literal_text
@@ -33,6 +35,9 @@ class Captured:
     strides  per dimension what the kernels' texts know: 0, 1, or of how many elements it is a multiple, as a text
     value    the example's; of a number, the default
     given    it is one of the function's own arguments, and no other
+    formula  of a number that the file computes, of others: Python; with the `roots` that are in it
+    beside   captures that it is made of in another way, by name
+    of_kernels   do kernels take it, or formulas alone?
     """
 
     name: str
@@ -44,6 +49,10 @@ class Captured:
     wanted: bool = False
     given: bool = False
     fixed: tuple[tuple[int, int], ...] = ()
+    formula: str = ""
+    roots: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    of_kernels: bool = True
 
     is_tensor = property(lambda self: isinstance(self.value, torch.Tensor))
     is_floating = property(lambda self: self.value.is_floating_point())
@@ -58,9 +67,10 @@ class Captured:
     @property
     def meaning(self) -> str:
         """In a docstring."""
+        captured = f"captured: made of {' and '.join(self.beside)}, so pass both" if self.beside else "captured"
         if not self.is_tensor:
-            return f"{self.dtype}, captured"
-        return f"{self.dtype} {tuple(self.value.shape)} in the example, captured{', with its gradient' if self.wanted else ''}"
+            return f"{self.dtype}, {captured}"
+        return f"{self.dtype} {tuple(self.value.shape)} in the example, {captured}{', with its gradient' if self.wanted else ''}"
 
     @property
     def example(self) -> str:
@@ -93,49 +103,124 @@ def _is_inside(index: Expr, size: int) -> bool:
     return low >= 0 and high < size
 
 
+@dataclass(frozen=True)
+class Names:
+    """What a call captures, as arguments of the file's functions.
+
+    captured           each tensor, and each number, once; what formulas take before what they give
+    of_score, of_mask  the names of what each mod captures, in its order
+    pinned             for either mod, what Python decided while it was traced: an expression, and its value, which is part of the kernels
+    """
+
+    captured: tuple[Captured, ...]
+    of_score: tuple[str, ...]
+    of_mask: tuple[str, ...]
+    pinned: tuple[tuple[tuple[str, object], ...], ...]
+
+
 def named(
-    score: tuple | None,
-    mask: tuple | None,
+    mods: tuple[tuple | None, tuple | None],
+    origins: tuple[Origins | None, Origins | None],
     wanted: frozenset[int],
     keys: tuple[Mod | None, Mod | None],
     reserved: frozenset[str],
     given: tuple[Captured, ...] = (),
     extents: Mapping[str, str] = _EXTENTS,
-) -> tuple[tuple[Captured, ...], tuple[str, ...], tuple[str, ...]]:
-    """What a call captures, each tensor once; and the names of that of score_mod and of mask_mod, in their order.
+) -> Names:
+    """The arguments of a file for bound mods, whose captures have these origins.
 
     given   what the mods get from the call itself: tensors, and numbers by the names that a trace gives them, with theirs in the file
     extents   how the file finds out how many b and h there are
     """
-    found: dict[str, Captured] = {c.name: c for c in given if c.is_tensor}
-    numbers = {c.value: c for c in given if not c.is_tensor}
-    names: list[list[str]] = [[], []]
-    for which, (bound, key) in enumerate(zip((score, mask), keys, strict=True)):
-        if bound is None:
-            continue
-        graph, values = bound
-        count = len(graph.tensors)
-        for i, (capture, value) in enumerate(zip((*graph.tensors, *graph.scalars), values, strict=True)):
-            if i < count:
-                made = _of_tensor(graph, key[1][i], i, value, which == 0 and i in wanted, extents)
-                known = next((c for c in found.values() if c.value is value), None)
-            else:
-                made, known = Captured("", capture.kind.__name__, capture.kind(value)), None
-                if capture.name in numbers:
-                    known = numbers[capture.name]
-                    found[known.name] = known
-            if known is None:
-                name = f"captured_{capture.name}" if _is_spoken_for(capture.name) else capture.name
-                while name in reserved or name in found:
-                    name += "_"
-                found[name] = replace(made, name=name)
-            else:
-                name, sizes = known.name, tuple(map(_larger, known.sizes, made.sizes))
-                strides = tuple(map(_stricter, known.strides, made.strides))
-                fixed = tuple(sorted({*known.fixed, *made.fixed}))
-                found[name] = replace(known, sizes=sizes, strides=strides, wanted=known.wanted or made.wanted, fixed=fixed)
-            names[which].append(name)
-    return tuple(found.values()), tuple(names[0]), tuple(names[1])
+    naming, names = _Naming(reserved, given), []
+    for which, (bound, origin, key) in enumerate(zip(mods, origins, keys, strict=True)):
+        of_mod = []
+        if bound is not None:
+            graph, values = bound
+            count = len(graph.tensors)
+            for i, (capture, value) in enumerate(zip((*graph.tensors, *graph.scalars), values, strict=True)):
+                if i < count:
+                    made, add = _of_tensor(graph, key[1][i], i, value, which == 0 and i in wanted, extents), naming.of_tensor
+                else:
+                    made, add = Captured("", capture.kind.__name__, capture.kind(value)), naming.of_number
+                of_mod.append(add(origin.captured[i], capture.name, made))
+        names.append(tuple(of_mod))
+    pinned = tuple(tuple(naming.pinned(origin)) if origin else () for origin in origins)
+    return Names(tuple(naming.found.values()), *names, pinned)
+
+
+class _Naming:
+    """Arguments, as they are found; `of_origin`: their names."""
+
+    def __init__(self, reserved: frozenset[str], given: tuple[Captured, ...]) -> None:
+        self.reserved = reserved
+        self.found: dict[str, Captured] = {c.name: c for c in given if c.is_tensor}
+        self.given = {c.value: c for c in given if not c.is_tensor}
+        self.of_origin: dict[Origin, str] = {}
+
+    def of_tensor(self, origin: Origin, capture: str, made: Captured) -> str:
+        known = next((c for c in self.found.values() if c.value is made.value), None)
+        if known is None:
+            return self._add(origin, capture, made)
+        sizes, strides = tuple(map(_larger, known.sizes, made.sizes)), tuple(map(_stricter, known.strides, made.strides))
+        fixed = tuple(sorted({*known.fixed, *made.fixed}))
+        self.found[known.name] = replace(known, sizes=sizes, strides=strides, wanted=known.wanted or made.wanted, fixed=fixed)
+        self.of_origin[origin] = known.name
+        return known.name
+
+    def of_number(self, origin: Origin, capture: str, made: Captured) -> str:
+        if capture in self.given:
+            known = self.given[capture]
+            self.found[known.name], self.of_origin[origin] = known, known.name
+        elif origin in self.of_origin:
+            name = self.of_origin[origin]
+            self.found[name] = replace(self.found[name], of_kernels=True)
+        elif origin.formula:
+            formula, taken = self._formula(origin), tuple(dict.fromkeys(self._taken(root) for root in roots(origin)))
+            self._add(origin, origin.name, replace(made, formula=formula, roots=taken))
+        else:
+            self._add(origin, capture, made)
+        return self.of_origin[origin]
+
+    def _add(self, origin: Origin, capture: str, made: Captured) -> str:
+        base = capture if capture.startswith(origin.name.lower()) else origin.name
+        base = re.sub(r"[^a-z0-9]+", "_", base.lower()).strip("_") or "captured"
+        name = f"captured_{base}" if _is_spoken_for(base) else base
+        while name in self.reserved:
+            name += "_"
+        first, count = name, 1
+        while name in self.found:
+            count += 1
+            name = f"{first}_{count}"
+        beside = tuple(dict.fromkeys(self.of_origin[one] for one in origin.beside if one in self.of_origin))
+        self.found[name] = replace(made, name=name, beside=beside)
+        self.of_origin[origin] = name
+        return name
+
+    def _taken(self, root: Origin) -> str:
+        """The name of what a formula takes."""
+        if root not in self.of_origin:
+            if root.name in self.given:
+                return self.of_number(root, root.name, self.given[root.name])
+            self._add(root, root.name, Captured("", type(root.value).__name__, root.value, of_kernels=False))
+        return self.of_origin[root]
+
+    def _formula(self, origin: Origin) -> str:
+        if not origin.formula:
+            return self._taken(origin)
+        return origin.formula.format(*map(self._formula, origin.parts))
+
+    def pinned(self, origins: Origins):
+        """What Python decided by the values of arguments, as expressions."""
+        for origin in origins.pinned:
+            if any(root in self.of_origin for root in roots(origin)) and isinstance(origin.value, NUMBERS):
+                yield self._with_values(origin), origin.value
+
+    def _with_values(self, origin: Origin) -> str:
+        """As _formula, of arguments alone: what is none has its value in the kernels."""
+        if not origin.formula:
+            return self.of_origin.get(origin) or literal_text(origin.value)
+        return origin.formula.format(*map(self._with_values, origin.parts))
 
 
 def _is_spoken_for(name: str) -> bool:

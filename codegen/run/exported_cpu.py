@@ -23,8 +23,8 @@ class CppFile(FileInCpp):
 
     def __init__(self, call: Exported, version: str) -> None:
         plans = Plans(call, "cpu", None)
-        names = named(call.score, call.mask, call.wanted, plans.keys, reserved(*TEMPLATES) | KERNELS)
-        super().__init__(*names, call.score, call.mask, version)
+        names = named(call[:2], call.origins, call.wanted, plans.keys, reserved(*TEMPLATES) | KERNELS)
+        super().__init__(names, call.score, call.mask, version)
         describe_call(self, call)
         found = plans.forward_call(call.backward)
         forward = plan_cpu_forward(found.case, found.score, found.mask)

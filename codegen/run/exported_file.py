@@ -21,7 +21,7 @@ from ..text.render import environment, render
 from ..text.spec import KernelSpec, without_texts
 from ..text.spelling import literal_text
 from ..text.torch_text import TorchText, torch_text
-from .exported_captures import Captured
+from .exported_captures import Names
 from .preview import Compilation
 
 _VARIABLES = {  # what files call the tensors that kernels know by these names
@@ -74,6 +74,8 @@ class File:
     """What a template asks for of any exported file. Subclasses add what theirs asks for.
 
     captured             arguments of the file's functions          of_score, of_mask    the names of what each mod captures
+    own_captured, mask_captured   what attention and create_block_lists check: their arguments, and what formulas make of those
+    pinned, mask_pinned  what must be as in the example
     score_text, mask_text   the mods in torch
     variables            what the file calls the tensors that kernels know by other names
     """
@@ -83,32 +85,32 @@ class File:
     gluon: tuple[GluonKernel, ...] = ()
     variables = _VARIABLES
 
-    def __init__(
-        self,
-        captured: tuple[Captured, ...],
-        of_score: tuple[str, ...],
-        of_mask: tuple[str, ...],
-        score: tuple | None,
-        mask: tuple | None,
-        version: str,
-    ) -> None:
-        self.captured, self.of_score, self.of_mask, self.version = captured, of_score, of_mask, version
+    def __init__(self, names: Names, score: tuple | None, mask: tuple | None, version: str) -> None:
+        self.captured, self.of_score, self.of_mask, self.version = names.captured, names.of_score, names.of_mask, version
         self.mask = mask is not None
-        self.score_text = None if score is None else _in_torch(score[0], of_score)
-        self.mask_text = None if mask is None else _in_torch(mask[0], of_mask)
+        self.score_text = None if score is None else _in_torch(score[0], names.of_score)
+        self.mask_text = None if mask is None else _in_torch(mask[0], names.of_mask)
         texts = [text for text in (self.score_text, self.mask_text) if text]
         self.symbols_of_mods = unpacked(line for text in texts for line in (*text.lines, *text.results))
-        given = [c for c in captured if not c.given]
-        tensors = [c for c in captured if c.is_tensor]
+        self._pass_on(names)
+
+    def _pass_on(self, names: Names) -> None:
+        """What is captured, as functions take and hand on."""
+        captured = names.captured
+        own = [c for c in captured if not c.given]
+        taken = [c for c in own if not c.formula]
         of_mask = [c for c in captured if c.name in self.of_mask and (c.is_tensor or not c.given)]
-        self.own_captured = given
-        self.arguments = listed(c.name for c in given)
-        self.parameters = listed(c.parameter for c in given)
-        self.mask_captured, self.mask_arguments = [c for c in of_mask if not c.given], listed(c.name for c in of_mask)
-        self.mask_parameters = ", ".join(c.parameter for c in of_mask if not c.given)
-        self.example = listed(f"{c.name}={c.name if c.is_tensor else literal_text(c.value)}" for c in given)
-        self.numbers = tuple(c.name for c in given if not c.is_tensor)
-        self.saved = listed(c.name for c in tensors)
+        roots = {root for c in of_mask for root in c.roots}
+        self.own_captured, self.pinned, self.mask_pinned = own, [*names.pinned[0], *names.pinned[1]], names.pinned[1]
+        self.mask_captured = [c for c in own if c in of_mask or c.name in roots]
+        self.taken, self.derived = taken, [c for c in own if c.formula]
+        self.arguments = listed(c.name for c in own if c.of_kernels)
+        self.parameters = listed(c.parameter for c in taken)
+        self.mask_arguments = listed(c.name for c in of_mask)
+        self.mask_parameters = ", ".join(c.parameter for c in self.mask_captured if not c.formula)
+        self.example = listed(f"{c.name}={c.name if c.is_tensor else literal_text(c.value)}" for c in taken)
+        self.numbers = tuple(c.name for c in own if not c.is_tensor and c.of_kernels)
+        self.saved = listed(c.name for c in captured if c.is_tensor)
 
     @functools.cached_property
     def text(self) -> str:
