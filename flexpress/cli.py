@@ -97,10 +97,14 @@ def _add_export(commands, named: str) -> None:
     _add_problem(own)
     own.add_argument("--target", choices=TARGETS, default="sm_90", metavar="TARGET", help=f"one of {', '.join(TARGETS)}; default sm_90")
     own.add_argument("--heads", type=_heads, default=(HEADS, HEADS), metavar="H", help=f"heads, or Hq:Hkv as in 32:8; default {HEADS}")
-    own.add_argument("--portable", action="store_true", help="leave the kernels for Hopper out, which a file for sm_90 has, too")
+    own.add_argument(
+        "--portable",
+        action="store_true",
+        help="leave the kernels for Hopper out, which a file for sm_90 has, too, if it is not for a cache",
+    )
     kind = own.add_mutually_exclusive_group()
     kind.add_argument("--backward", action="store_true", help="with the kernels for gradients, of captured tensors, too")
-    kind.add_argument("--page-size", type=int, metavar="N", help="one query a sequence against a cache in pages of N positions")
+    kind.add_argument("--page-size", type=_page_size, metavar="N", help="one query a sequence against a cache in pages of N positions")
     own.add_argument("-o", "--output", required=True, metavar="PATH", help="the file, or with --layout kernels a folder")
     own.add_argument("--layout", choices=LAYOUTS, default="file", help="kernels: the layout of Hugging Face's package kernels")
     own.add_argument("--overwrite", action="store_true", help="replace what is there")
@@ -143,6 +147,12 @@ def _heads(text: str) -> tuple[int, int]:
     if len(parts) != text.count(":") + 1 or len(parts) > 2 or parts[0] % parts[-1]:
         raise argparse.ArgumentTypeError(f"{text!r} are no heads: write a number, or Hq:Hkv of which the first is a multiple of the second")
     return parts[0], parts[-1]
+
+
+def _page_size(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of a page: write a whole number above 0")
+    return int(text)
 
 
 def _head_dim(text: str) -> tuple[int, int]:
@@ -201,7 +211,7 @@ def _export(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from flexpress.export import export
     from flexpress.export_cached import export_cached
 
-    score_mod, mask_mod = make(*given.recipe)
+    score_mod, mask_mod = make(*given.recipe, heads=given.heads[0])
     (Hq, Hkv), (d_qk, d_v), dtype = given.heads, given.head_dim, getattr(torch, _DTYPES[given.dtype])
     details = {"target": given.target, "path": given.output, "layout": given.layout, "overwrite": given.overwrite}
     try:
@@ -218,7 +228,9 @@ def _export(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                     tensor.requires_grad_()
             details["kernel_options"] = {"BACKEND": "PORTABLE"} if given.portable else None
             export(q, k, v, score_mod, enable_gqa=Hq != Hkv, mask_mod=mask_mod, backward=given.backward, **details)
-    except (ValueError, OSError) as error:
+    except FileExistsError as error:
+        parser.error(str(error).replace("overwrite=True", "--overwrite"))
+    except (ValueError, NotImplementedError, OSError) as error:
         parser.error(str(error))
     print(given.output)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import sys
 import tempfile
 import time
@@ -57,7 +58,7 @@ def doctor() -> int:
     report.title("cache")
     report.check("directory", _cache_directory)
     report.title("C++ compiler, for tensors on the CPU")
-    report.check("c++", _compiler, needed=False)
+    report.check("c++", _compiler, needed=not torch.cuda.is_available() and not cpp_compiler.interpreter_asked_for())
     report.title("offline compilation of a causal kernel, bfloat16, head dim 64")
     for target in offline.TARGETS:
         report.check(target, lambda target=target: _compile(target), needed=target in here)
@@ -115,7 +116,7 @@ def _cache_directory() -> str:
     with tempfile.NamedTemporaryFile(dir=path):
         pass
     info = path.stat()
-    kernels = list(path.glob("*.py"))
+    kernels = [file for file in path.iterdir() if file.suffix in (".py", ".cpp")]
     return (
         f"{path}  mode {info.st_mode & 0o777:o}, owner {info.st_uid}, {len(kernels)} printed "
         f"kernel{'s' * (len(kernels) != 1)}, {sum(f.stat().st_size for f in kernels) / 1024:.0f} KiB"
@@ -127,12 +128,12 @@ def _compiler() -> str:
     path = cpp_compiler.compiler()
     if path is None:
         raise RuntimeError(
-            "none: kernels for CPUs are interpreted, for tests. Install g++ 12 or clang++ 15 or newer (apt install g++, dnf install "
-            "gcc-c++, xcode-select --install), or set CXX to one"
+            f"{cpp_compiler.missing()}. Kernels for CPUs are interpreted, for tests. They need g++ 12 or clang++ 15 or newer (apt install "
+            "g++, dnf install gcc-c++, xcode-select --install)"
         )
     start = time.perf_counter()
     cpp_compiler.tried()
-    return f"{path}  {cpp_compiler.version(path)}, {time.perf_counter() - start:.2f} s for the headers"
+    return f"{shlex.join(path)}  {cpp_compiler.version(path)}, {time.perf_counter() - start:.2f} s for the headers"
 
 
 def _compile(target: str) -> str:

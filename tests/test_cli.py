@@ -97,12 +97,26 @@ def test_export(capsys, tmp_path, arguments, found):
     assert cli.main(["export", *arguments, "-o", str(path), "--overwrite"]) == 0
 
 
+@pytest.mark.parametrize("recipe", ["alibi", "relative_bias", "t5_bias", "disentangled", "forget_gate", "invariant_points", "graph_bias"])
+def test_the_example_follows_the_heads(tmp_path, recipe):
+    """The demo gives every head what the recipe has for it."""
+    path = tmp_path / "heads.py"
+    assert cli.main(["export", recipe, "--heads", "32:8", "--head-dim", "16", "--target", "cpu", "-o", str(path)]) == 0
+    captured = path.read_text().split("\ndef demo()")[1].split("captured = {")[1].split("    }")[0]
+    shapes = [re.findall(r"\d+", shape) for shape in re.findall(r"\((\d[\d, ]*)\)", captured)]
+    assert any("32" in shape for shape in shapes)
+    assert not any(shape[0] == "16" for shape in shapes)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["export", "causal"], "the following arguments are required: -o"),
         (["export", "causal", "--heads", "3:2", "-o", "x"], "'3:2' are no heads"),
-        (["export", "causal", "--page-size", "0", "-o", "x"], "k_cache"),
+        (["export", "causal", "--page-size", "0", "-o", "x"], "argument --page-size: '0' is no size of a page"),
+        (["export", "causal", "--page-size", "-4", "-o", "x"], "argument --page-size"),
+        (["export", "causal", "--head-dim", "300", "--backward", "-o", "x"], "exported files have backward kernels up to 256"),
+        (["export", "causal", "-o", __file__], "is there already; choose another path, or pass --overwrite"),
         (["render", "caual"], "invalid choice: 'caual'"),
         (["render", "causal", "--head-dim", "600"], "'600' is not a head dim: write 1 to 512"),
         (["render", "causal", "--target", "sm_70"], "invalid choice: 'sm_70'"),
@@ -145,6 +159,27 @@ def test_doctor_tells_what_is_needed(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_attend", broken)
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out.endswith("failed: cpu\n")
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_doctor_wants_a_compiler_where_there_is_no_gpu(capsys, monkeypatch, has_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "_compile", lambda *_: "well")
+    monkeypatch.setattr(doctor, "_attend", lambda *_: "well")
+    monkeypatch.delenv("FLEXPRESS_CPU", raising=False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert cli.main(["doctor"]) == (not has_gpu)
+    said = capsys.readouterr().out
+    assert "failed  c++            there is no C++ compiler; CXX is 'no-such-compiler'" in said
+    assert ("(not needed on this machine)" in said) == has_gpu
+
+
+def test_doctor_counts_kernels_in_both_languages(capsys, monkeypatch, tmp_path):
+    for name in ("a.py", "b.cpp", "b.12.so", "b.12.json"):
+        (tmp_path / name).write_text("x" * 1024)
+    monkeypatch.setattr(doctor.flexpress, "cache_dir", lambda: tmp_path)
+    assert ", 2 printed kernels, 2 KiB" in doctor._cache_directory()
 
 
 def test_make_composes():

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import os
+import shlex
 import warnings
 
 import pytest
@@ -23,7 +24,7 @@ from flexpress import (
     printed_kernels,
     update_cache,
 )
-from flexpress.codegen.device import cpp_build
+from flexpress.codegen.device import cpp_build, cpp_compiler
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.wide import in_wide_integers
 from flexpress.codegen.run.masks import automatic_lists
@@ -365,10 +366,37 @@ def attend():
 
 def test_without_a_compiler_the_interpreter_serves(monkeypatch, own_directory):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.warns(RuntimeWarning, match="no C\\+\\+ compiler was found"):
+    with pytest.warns(RuntimeWarning, match="there is no C\\+\\+ compiler; CXX is 'no-such-compiler', which is no program here"):
         attend()
     with pytest.raises(ValueError, match="there is no C\\+\\+ compiler"):
         flex_attention(*torch.randn(3, 1, 1, 20, 16), kernel_options={"BACKEND": "CPP"})
+
+
+def test_a_compiler_may_be_a_command(monkeypatch, own_directory):
+    """With a launcher before it, or flags behind it."""
+    for command in ("env c++", "c++ -O1 -DWORDS='a b'"):
+        monkeypatch.setenv("CXX", command)
+        cache_clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attend()
+        assert cpp_compiler.compiler()[1:] == tuple(shlex.split(command)[1:])
+        assert cpp_compiler.version(cpp_compiler.compiler())
+    assert {path.suffix for path in printed_kernels()} == {".cpp"}
+
+
+@pytest.mark.parametrize("name", ["CXX", "FLEXPRESS_CXXFLAGS"])
+def test_an_open_quote_is_an_error_with_the_variable(monkeypatch, own_directory, name):
+    monkeypatch.setenv(name, "c++ '-O1")
+    with pytest.raises(ValueError, match=f'{name} is "c\\+\\+ \'-O1": no closing quotation'):
+        attend()
+
+
+def test_a_program_that_is_no_compiler_fails_as_one(monkeypatch, own_directory):
+    """It ends well, and has written nothing."""
+    monkeypatch.setenv("CXX", "true")
+    with pytest.warns(RuntimeWarning, match="(?s)kernels for the CPU do not compile.*true does not compile.*writes no file"):
+        attend()
 
 
 def test_a_compiler_that_fails_is_named_once(monkeypatch, own_directory):

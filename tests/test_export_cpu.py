@@ -14,7 +14,7 @@ import torch
 from flexpress import create_block_mask, export, flex_attention
 from flexpress.mods import alibi, alibi_slopes, causal, document, relative_bias, sliding_window
 from support.dense import assert_as_accurate, dense_attention, relative_error
-from support.exported import captured_of, imports_of, run_alone, saved, tensors, undecided
+from support.exported import captured_of, imports_of, load, run_alone, saved, tensors, undecided
 
 pytestmark = pytest.mark.usefixtures("in_cpp")
 
@@ -163,6 +163,23 @@ def test_code_is_compiled_once_and_kept_for_its_user_alone(tmp_path, monkeypatch
         _, module = saved(tmp_path, *tensors("cpu", Z=1, Q_LEN=40, KV_LEN=40), overwrite=True)
         with pytest.raises(RuntimeError, match="others may write to it.*set FLEXPRESS_EXPORTED_DIR"):
             module.attention(*tensors("cpu", Z=1, Q_LEN=40, KV_LEN=40))
+
+
+def test_a_library_that_was_cut_short_is_made_anew(tmp_path, monkeypatch):
+    """As a machine leaves it that was switched off; in the middle, where the loader would end the process."""
+    q, k, v = tensors("cpu", Z=1, Q_LEN=40, KV_LEN=40)
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("FLEXPRESS_EXPORTED_DIR", str(folder))
+    path, module = saved(tmp_path, q, k, v)
+    right = module.attention(q, k, v)
+    (library,) = folder.iterdir()
+    whole = library.read_bytes()
+    for length in (0, 100, len(whole) // 2):
+        library.unlink()  # this process has the file that it was loaded from
+        library.write_bytes(whole[:length])
+        assert torch.equal(load(path).attention(q, k, v), right)
+        (library,) = folder.iterdir()
+        assert len(library.read_bytes()) == len(whole)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Compiling one kernel in C++. Exported files have these functions as they stand, so they need torch and nothing of
 Flexpress, and none has a decorator.
 
+CXX                  the compiler, or a command such as "ccache g++", as for torch's own extensions
 FLEXPRESS_CXXFLAGS   more flags, behind ours
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,10 +23,33 @@ class CompilerError(RuntimeError):
     """There is no C++ compiler, or it does not compile a kernel."""
 
 
-def version_of(path: str) -> str:
+def words_of(variable: str, otherwise: str = "") -> list[str]:
+    """What an environment variable holds, split as a shell does. Raises ValueError if a quote is open."""
+    text = os.environ.get(variable) or otherwise
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{variable} is {text!r}: {str(error).lower()}; quote its words as in a shell") from None
+
+
+def compiler_command() -> tuple[str, ...] | None:
+    """The compiler's path, and the words that CXX has behind it; None if there is no such program."""
+    name, *others = words_of("CXX", "c++") or ["c++"]
+    path = shutil.which(name)
+    return (path, *others) if path else None
+
+
+def missing() -> str:
+    """What to do where there is no compiler."""
+    named = os.environ.get("CXX")
+    told = f"CXX is {named!r}, which is no program here; name one" if named else "install g++ or clang++, or set CXX to one"
+    return f"there is no C++ compiler; {told}"
+
+
+def version_of(command: tuple[str, ...]) -> str:
     """A compiler's first line about itself; "" if it does not run."""
     try:
-        found = subprocess.run([path, "--version"], check=False, capture_output=True, text=True, timeout=60)
+        found = subprocess.run([*command, "--version"], check=False, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return found.stdout.split("\n")[0]
@@ -58,7 +83,7 @@ def flags() -> list[str]:
     found += bfloat16_flags()
     found += ["-Xpreprocessor", "-fopenmp", "-lomp"] if apple else ["-fopenmp"]  # torch's own library, which the process has loaded
     libraries = Path(torch.__file__).parent / "lib"
-    return [*found, f"-L{libraries}", "-ltorch_cpu", "-lc10", *shlex.split(os.environ.get("FLEXPRESS_CXXFLAGS", ""))]
+    return [*found, f"-L{libraries}", "-ltorch_cpu", "-lc10", *words_of("FLEXPRESS_CXXFLAGS")]
 
 
 def native_cpu() -> str:
@@ -73,14 +98,17 @@ def whole(source: str, headers: dict[str, str]) -> str:
     return source
 
 
-def library(path: str | None, source: str, name: str) -> bytes:
+def library(compiler: tuple[str, ...] | None, source: str, name: str) -> bytes:
     """The shared library that the compiler makes of a whole print. Raises CompilerError if there is no compiler, or if it fails."""
-    if path is None:
-        raise CompilerError("there is no C++ compiler; install g++ or clang++, or set CXX to one")
+    if compiler is None:
+        raise CompilerError(missing())
     with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
         made = Path(place, "kernel.so")
-        command = [path, "-x", "c++", "-", *flags(), "-o", str(made)]
-        done = subprocess.run(command, check=False, input=source, capture_output=True, text=True, cwd=place)
-        if done.returncode:
-            raise CompilerError(f"{path} does not compile {name}:\n{done.stderr[:4000]}")
+        command, called = [*compiler, "-x", "c++", "-", *flags(), "-o", str(made)], shlex.join(compiler)
+        try:
+            done = subprocess.run(command, check=False, input=source, capture_output=True, text=True, cwd=place)
+        except OSError as error:
+            raise CompilerError(f"{called} does not run: {error}") from error
+        if done.returncode or not made.exists():
+            raise CompilerError(f"{called} does not compile {name}:\n{done.stderr[:4000] or 'it says nothing, and writes no file'}")
         return made.read_bytes()

@@ -8,7 +8,7 @@ How kernels are compiled is in cpp_build.py.
 from __future__ import annotations
 
 import os
-import shutil
+import shlex
 import warnings
 from collections.abc import Callable
 from importlib import resources
@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from ..registry import Table, remembered
-from .cpp_build import CompilerError, library, native_cpu, version_of, whole
+from .cpp_build import CompilerError, compiler_command, library, missing, native_cpu, version_of, whole
 
 _INCLUDES = ("cpu.h", "cpu_tiles.h", "cpu_dropout.h")  # of templates/, by prints
 _PARTS = ("cpu_vectors.h", "cpu_captured.h", "cpu_functions.h", "cpu_products.h", "cpu_factors.h", "cpu_results.h")  # by these, once each
@@ -27,14 +27,15 @@ version = remembered("versions of the compiler", 16)(version_of)
 cpu = remembered("this CPU", 1)(native_cpu)
 
 
-def compiler() -> str | None:
-    """The compiler's path; None if there is none."""
-    return _found(os.environ.get("CXX") or "c++", os.environ.get("PATH", ""))
+def compiler() -> tuple[str, ...] | None:
+    """The compiler's path, and the words that CXX has behind it; None if there is none. Raises ValueError for an open quote in CXX."""
+    return _found(os.environ.get("CXX"), os.environ.get("PATH"))
 
 
 @remembered("compilers", 16)
-def _found(name: str, path: str) -> str | None:
-    return shutil.which(name, path=path)
+def _found(name: str | None, path: str | None) -> tuple[str, ...] | None:
+    """With these in the environment."""
+    return compiler_command()
 
 
 def interpreter_asked_for() -> bool:
@@ -59,7 +60,7 @@ def refusal(named: str | None = None) -> str | None:
 
 def _unusable() -> str | None:
     if compiler() is None:
-        return "there is no C++ compiler (g++ or clang++; CXX names another)"
+        return missing()
     return _given_up.get(_kind())
 
 
@@ -69,7 +70,7 @@ def _kind() -> tuple:
 
 def give_up(why: CompilerError) -> None:
     """The compiler failed: from now on the interpreter serves calls that do not name kernels in C++."""
-    _given_up[_kind()] = f"{compiler()} failed before"
+    _given_up[_kind()] = f"{shlex.join(compiler() or ())} failed before"
     warnings.warn(f"flexpress: kernels for the CPU do not compile and run in Triton's interpreter. {why}", RuntimeWarning, stacklevel=2)
 
 
@@ -77,7 +78,7 @@ def note_interpreter() -> None:
     """Say that the interpreter runs kernels because there is no compiler, unless it was asked for. (Python shows a warning once.)"""
     if compiler() is None and not interpreter_asked_for():
         warnings.warn(
-            "flexpress: no C++ compiler was found, so kernels on the CPU run in Triton's interpreter: right, and thousands of times "
+            f"flexpress: {missing()}. Until then kernels on the CPU run in Triton's interpreter: right, and thousands of times "
             "slower. `python -m flexpress doctor` says how to get one; FLEXPRESS_CPU=interpreter silences this.",
             RuntimeWarning,
             stacklevel=2,

@@ -23,6 +23,9 @@ PARTS = "_exported_cpp.jinja", "_exported_cpp_lists.jinja", "_exported_masks.jin
 KERNELS = frozenset({"FORWARD", "DECODE", "BACKWARD", "BLOCKS", "LISTS"})
 _EMBEDDED = (
     cpp_build.CompilerError,
+    cpp_build.words_of,
+    cpp_build.compiler_command,
+    cpp_build.missing,
     cpp_build.version_of,
     cpp_build.described,
     cpp_build.bfloat16_flags,
