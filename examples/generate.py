@@ -15,6 +15,7 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean, quantiles
@@ -157,6 +158,17 @@ def lost(requests: list[Request]) -> list[Request]:
     ]
 
 
+def whole_number(least: int) -> Callable[[str], int]:
+    """Reads an argument of at least so much."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        return int(text)
+
+    return read
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", help="a Llama's config.json; a tiny model if left out")
@@ -170,20 +182,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, help="ask the dense model; by default up to 50M weights")
     parser.add_argument("--verbose", action="store_true", help="say where time goes on a CPU, too, and compile ahead there")
     parser.add_argument("--rate", type=float, default=0.0, help="requests that come in a second, on average; 0: all at once (default 0)")
-    for name, default, meaning in (
-        ("requests", 6, "how many"),
-        ("systems", 0, "system prompts, which requests share in turn"),
-        ("system", 100, "tokens of a system prompt"),
-        ("prompt", 40, "tokens of a prompt behind that, at most"),
-        ("new", 12, "tokens to make, at most"),
-        ("draft", 0, "tokens that a step may verify of a request, drafted by prompt lookup; 0: no drafts"),
-        ("sequences", 64, "requests that run at a time"),
-        ("chunk", 16, "tokens of prompts and drafts in a step"),
-        ("pages", 8, "of the cache; with --smollm2 as many as all that run may need"),
-        ("page-size", 16, "tokens of a page"),
-        ("seed", 0, "of all"),
+    for name, default, least, meaning in (
+        ("requests", 6, 1, "how many"),
+        ("systems", 0, 0, "system prompts, which requests share in turn"),
+        ("system", 100, 0, "tokens of a system prompt"),
+        ("prompt", 40, 1, "tokens of a prompt behind that, at most"),
+        ("new", 12, 1, "tokens to make, at most"),
+        ("draft", 0, 0, "tokens that a step may verify of a request, drafted by prompt lookup; 0: no drafts"),
+        ("sequences", 64, 1, "requests that run at a time"),
+        ("chunk", 16, 1, "tokens of prompts and drafts in a step"),
+        ("pages", 8, 1, "of the cache; with --smollm2 as many as all that run may need"),
+        ("page-size", 16, 1, "tokens of a page"),
+        ("seed", 0, 0, "of all"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=None if name == "pages" else default, help=f"{meaning} (default {default})")
+        shown = None if name == "pages" else default
+        parser.add_argument(f"--{name}", type=whole_number(least), default=shown, help=f"{meaning} (default {default})")
     args = parser.parse_args()
     if (args.ask or args.stop) and not args.smollm2:
         parser.error("--ask and --stop need words: pass --smollm2")

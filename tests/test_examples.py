@@ -131,6 +131,16 @@ def test_generate_runs():
         assert re.search(rf"^{name} +0$", done.stdout, re.MULTILINE), done.stdout
 
 
+@pytest.mark.parametrize("name", ["requests", "new", "prompt", "page-size", "chunk", "pages", "sequences"])
+def test_generate_refuses_counts_of_nothing(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["generate.py", f"--{name}", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        example("generate").arguments()
+    assert f"argument --{name}: '0' is no whole number of at least 1" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["generate.py", f"--{name}", "1", "--systems", "0", "--draft", "0"])
+    assert getattr(example("generate").arguments(), name.replace("-", "_")) == 1
+
+
 def test_generate_reads_weights(tmp_path):
     """Of safetensors files, by Hugging Face's names."""
     from safetensors.torch import save_file
