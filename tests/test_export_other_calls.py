@@ -228,7 +228,7 @@ def test_names_of_what_no_formula_makes(in_cpp, tmp_path):
     slopes, table = torch.rand(2), torch.rand(2, LENGTH)
 
     def score(score, b, h, q_idx, kv_idx):
-        return score * numpy.sqrt(SETTINGS["window"]) + slopes.exp()[h] + table[0][q_idx] + table[1][kv_idx]
+        return score * numpy.sqrt(SETTINGS["window"]) + slopes.exp()[h] * WINDOW + table[0][q_idx] + table[1][kv_idx]
 
     def mask(b, h, q_idx, kv_idx):
         return (q_idx - kv_idx < WINDOW) & ~far(q_idx - kv_idx) | (kv_idx < SETTINGS["sink"]) | (kv_idx == SETTINGS["sink"])
@@ -237,6 +237,14 @@ def test_names_of_what_no_formula_makes(in_cpp, tmp_path):
     assert set(arguments_of(module)) == {"settings_window_sqrt", "slopes_exp", "table_0", "table_1", "window", "settings_sink"}
     found = module.attention(q, k, v, slopes_exp=slopes.exp(), table_0=table[0], table_1=table[1])
     assert relative_error(found, flex_attention(q, k, v, score, mask_mod=mask)) < 1e-6
+
+
+def test_what_must_be_passed_together_is_said(in_cpp, tmp_path):
+    """A tensor that is made of one which is an argument, too: the file cannot know how."""
+    q, k, v = tensors("cpu", Z=1, Hq=2, Hkv=2, Q_LEN=LENGTH, KV_LEN=LENGTH, D=16)
+    slopes = torch.rand(2)
+    _, module = saved(tmp_path, q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score * slopes.exp()[h] + slopes[h])
+    assert "slopes_exp  float32 (2,) in the example, captured: made of slopes, so pass both" in module.attention.__doc__
 
 
 def test_numbers_that_do_not_fit_are_refused(in_cpp, tmp_path):

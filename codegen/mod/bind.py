@@ -10,6 +10,7 @@ millisecond and compiles nothing that is there already. The log (logger "flexpre
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import types
@@ -142,14 +143,20 @@ def _count(bucket: _Bucket, traced: Traced) -> None:
 def bind_with_origins(mod, kind: str, device: torch.device | None = None) -> tuple[tuple[ModGraph, list], Origins]:
     """As bind, by a trace of its own; and where what the mod captures comes from, of this mod and no other of the same code."""
     bound = bind(mod, kind, device)
-    if type(mod) is not GraphMod and not why_every_call(mod, kind):
+    if type(mod) is GraphMod:
+        return bound, _unknown(bound)
+    with contextlib.suppress(Exception):  # of mods that are traced at every call
         traced, values = replayable(plain(mod), kind)
-        found = traced.program.run(plain(mod))
+        found, places, count = traced.program.run(plain(mod)), traced.places, len(traced.graph.tensors)
         if found is not None:
-            places, count = traced.places, len(traced.graph.tensors)
             return (traced.graph, values), origins_of(traced.program, found, places[:count], places[count:])
+    return bound, _unknown(bound)
+
+
+def _unknown(bound: tuple[ModGraph, list]) -> Origins:
+    """Of values of which nothing but a name is known."""
     captures = zip((*bound[0].tensors, *bound[0].scalars), bound[1], strict=True)
-    return bound, Origins(tuple(Origin(capture.name, value) for capture, value in captures))
+    return Origins(tuple(Origin(capture.name, value) for capture, value in captures))
 
 
 def why_every_call(mod, kind: str) -> str:

@@ -103,6 +103,7 @@ class Origin:
     """Where a value comes from: it is captured, or made by `formula` of `parts`, a {} for each. One capture has one Origin.
 
     beside   of a captured one: captures that it is made of in another way than by a formula
+    source   the variable that it is read from, of all mods
     """
 
     name: str
@@ -110,6 +111,7 @@ class Origin:
     formula: str = ""
     parts: tuple[Origin, ...] = ()
     beside: tuple[Origin, ...] = ()
+    source: object = None
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,9 @@ class _Search:
             return Origin(step.called, value, step.made.formula, parts)
         if place not in self.tensors and type(value) not in NUMBERS:
             return None
-        made = Origin(step.called, value, beside=tuple(self._captures(place)))
+        # what is found by an object's id is the same while this trace lasts; variables outlive it
+        variable = step.source if step.source is not None and step.source[0] in ("cell", "global") else None
+        made = Origin(step.called, value, beside=tuple(self._captures(place)), source=variable)
         return made if step.source is None else self.by_source.setdefault(step.source, made)
 
     def _captures(self, place: int):

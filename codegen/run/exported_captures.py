@@ -146,17 +146,25 @@ def named(
                 of_mod.append(add(origin.captured[i], capture.name, made))
         names.append(tuple(of_mod))
     pinned = tuple(tuple(naming.pinned(origin)) if origin else () for origin in origins)
-    return Names(tuple(naming.found.values()), *names, pinned)
+    return Names(tuple(naming.all()), *names, pinned)
 
 
 class _Naming:
-    """Arguments, as they are found; `of_origin`: their names."""
+    """Arguments, as they are found; `of_origin`, `of_source`: their names."""
 
     def __init__(self, reserved: frozenset[str], given: tuple[Captured, ...]) -> None:
         self.reserved = reserved
         self.found: dict[str, Captured] = {c.name: c for c in given if c.is_tensor}
         self.given = {c.value: c for c in given if not c.is_tensor}
         self.of_origin: dict[Origin, str] = {}
+        self.of_source: dict[object, str] = {}
+
+    def all(self):
+        """All of them, with what must be passed along with some."""
+        origins = {name: origin for origin, name in self.of_origin.items()}
+        for name, captured in self.found.items():
+            beside = origins[name].beside if name in origins else ()
+            yield replace(captured, beside=tuple(dict.fromkeys(self.of_origin[one] for one in beside if one in self.of_origin)))
 
     def of_tensor(self, origin: Origin, capture: str, made: Captured) -> str:
         known = next((c for c in self.found.values() if c.value is made.value), None)
@@ -172,8 +180,7 @@ class _Naming:
         if capture in self.given:
             known = self.given[capture]
             self.found[known.name], self.of_origin[origin] = known, known.name
-        elif origin in self.of_origin:
-            name = self.of_origin[origin]
+        elif name := self._known(origin):
             self.found[name] = replace(self.found[name], of_kernels=True)
         elif origin.formula:
             formula, taken = self._formula(origin), tuple(dict.fromkeys(self._taken(root) for root in roots(origin)))
@@ -192,14 +199,21 @@ class _Naming:
         while name in self.found:
             count += 1
             name = f"{first}_{count}"
-        beside = tuple(dict.fromkeys(self.of_origin[one] for one in origin.beside if one in self.of_origin))
-        self.found[name] = replace(made, name=name, beside=beside)
-        self.of_origin[origin] = name
+        self.found[name], self.of_origin[origin] = replace(made, name=name), name
+        if origin.source is not None:
+            self.of_source[origin.source] = name
+        return name
+
+    def _known(self, origin: Origin) -> str | None:
+        """The name of a number that is there already, perhaps by the other mod."""
+        name = self.of_origin.get(origin) or self.of_source.get(origin.source)
+        if name:
+            self.of_origin[origin] = name
         return name
 
     def _taken(self, root: Origin) -> str:
         """The name of what a formula takes."""
-        if root not in self.of_origin:
+        if not self._known(root):
             if root.name in self.given:
                 return self.of_number(root, root.name, self.given[root.name])
             self._add(root, root.name, Captured("", type(root.value).__name__, root.value, of_kernels=False))
