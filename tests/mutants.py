@@ -1228,6 +1228,13 @@ INTEGRATIONS = [
         "a window that hides keys is taken for none",
     ),
     Mutant(
+        "codegen/device/arguments.py",
+        "        elif arg.__class__ is bool:\n            return None\n",
+        "",
+        named("launching", "bool"),
+        "an integer is passed to a kernel that was compiled for a bool",
+    ),
+    Mutant(
         _REGISTRY,
         "torch.where(empty, 0.0, -lse * math.log2(math.e))",
         "-lse * math.log2(math.e)",

@@ -9,9 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexpress import cached_attention, update_cache
+from flexpress import cached_attention, flex_attention, update_cache
 from flexpress.codegen.device import cuda
+from flexpress.codegen.device.arguments import Numbers
+from flexpress.codegen.device.kernel import Kernel
+from flexpress.codegen.run.evaluate import evaluate_mod
 from flexpress.codegen.run.launch import usable
+from flexpress.codegen.run.preview_masks import evaluate_compilation
+from support.dense import dense_attention
+from support.devices import DEVICES
 
 METADATA = {
     "name": "kernel",
@@ -155,3 +161,34 @@ def test_a_chain_of_layers_computes_what_calls_one_by_one_do(sequences, length):
         start.copy_(torch.randn_like(start))
         graph.replay()
         assert torch.equal(out.clone(), step(torch.cuda.synchronize))
+
+
+def test_a_bool_and_an_integer_have_variants_of_their_own(monkeypatch):
+    """Also where one kernel takes both: as a bool, 2 would be 1."""
+    monkeypatch.setattr(Kernel, "_obtained", lambda self, key, layout, *_: SimpleNamespace(layout=layout))
+    mod = lambda score, b, h, q_idx, kv_idx: score * 2  # noqa: E731
+    kernel = Kernel(evaluate_compilation("sm_90", mod, "score", "float32").spec)
+    memory = torch.empty(64)
+    for together in (False, True):
+        for number in (True, 2, False, 3, True):
+            args = memory, Numbers([number]) if together else number
+            variant, plain = kernel.variant(args, torch.device("cpu"), (64, 64))
+            assert variant.layout[-1] == ("u1" if isinstance(number, bool) else "i32") and plain[-1] is number
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_captured_bool_before_an_integer(device):
+    scores, base = torch.randn(1, 2, 5, 7, device=device), torch.linspace(0.5, 2, 5, device=device).half()
+    q, k, v = (torch.randn(1, 2, 20, 16, device=device) for _ in range(3))
+
+    def made(x):
+        return lambda score, b, h, q_idx, kv_idx: score * 0 + base[q_idx % 5] ** x
+
+    def shifted(x):
+        return lambda score, b, h, q_idx, kv_idx: score + kv_idx * x
+
+    for x in (True, 2, False, 3):
+        torch.testing.assert_close(evaluate_mod(made(x), scores)[0, 0, :, 0], (base**x).float(), rtol=1e-3, atol=1e-3)
+        out = flex_attention(q, k, v, shifted(x))
+        exact, *_ = dense_attention(q, k, v, shifted(x))
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5 if device == "cpu" else 5e-3)

@@ -30,7 +30,7 @@ class Numbers:
 
     def __init__(self, values: list) -> None:
         self.layout, self.values = describe(tuple(values))
-        self.short = "i64" not in self.layout  # all of 32 bits
+        self.short = not {"i64", "u1"} & set(self.layout)  # all of 32 bits
 
 
 def one_by_one(args: tuple) -> list:
@@ -86,8 +86,8 @@ def descriptor_type(element: str, itemsize: int, block: tuple[int, ...], gluon: 
 
 
 def plain_values(args: Iterable) -> list | None:
-    """Arguments as `launch_plain` takes them, addresses for tensors; None if an address is no multiple of 16 bytes or has no memory, or an
-    integer has more than 32 bits."""
+    """Arguments as `launch_plain` takes them, addresses for tensors; None if an address is no multiple of 16 bytes or has no memory, an
+    integer has more than 32 bits, or there is a bool: a kernel that takes one may take an integer in another call."""
     values = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
@@ -102,5 +102,7 @@ def plain_values(args: Iterable) -> list | None:
                 return None
             values += arg.values
             continue
+        elif arg.__class__ is bool:
+            return None
         values.append(arg)
     return values
