@@ -32,7 +32,7 @@ def dkv_block_mn(
     k, v, dk, dv,
     desc_q, desc_do, TOPS, DELTA, STATS_LEN,
     z, h, n, start_m, is_full: tl.constexpr, Q_LEN, SM_SCALE, TO_LOG2,
-    arg_cap, arg_cap_2,  # captured by score_mod softcap
+    arg_cap_reciprocal, arg_cap,  # captured by score_mod softcap
     BLOCK_M: tl.constexpr,
 ):
     """Add what one block of BLOCK_M queries contributes."""
@@ -48,8 +48,8 @@ def dkv_block_mn(
     m = offs_m[None, :]  # [1, BLOCK_M]; n is [BLOCK_N, 1]
     # ---- score_mod: softcap
     # mods/softcap.py:42: return cap * torch.tanh(score * (1.0 / cap))  # a product is cheaper than a division at every position
-    score_0 = tanh_approx(qk * arg_cap)
-    score = arg_cap_2 * score_0
+    score_0 = tanh_approx(qk * arg_cap_reciprocal)
+    score = arg_cap * score_0
     if not is_full:  # full blocks pay nothing for the mask
         # ---- mask_mod: causal
         # mods/causal.py:26: return q_idx >= kv_idx
@@ -63,7 +63,7 @@ def dkv_block_mn(
     delta = tl.load(DELTA + offs_m)
     grad = p * (dp - delta[None, :])  # d loss / d score_mod
     # ---- derivative of score_mod: softcap
-    ds = grad * arg_cap_2 * (1.0 - score_0 * score_0) * arg_cap
+    ds = grad * arg_cap * (1.0 - score_0 * score_0) * arg_cap_reciprocal
     # both products at the end: p and dS are needed no longer in float32, which saves registers
     dv = tl.dot(p.to(do.dtype), do, dv)
     dk = tl.dot(ds.to(q.dtype), q, dk)
@@ -84,7 +84,7 @@ def listed_block(step, num_blocks, q_indices, num_full_blocks, full_q_indices, S
         "stride_kz", "stride_kh", "stride_kn", "stride_vz", "stride_vh", "stride_vn", "stride_doz",
         "stride_doh", "stride_dom", "stride_dkz", "stride_dkh", "stride_dkn", "stride_dvz", "stride_dvh",
         "stride_dvn", "SM_SCALE", "TO_LOG2", "mask_stride_z", "mask_stride_h", "mask_rows", "full_mask_rows",
-        "arg_cap", "arg_cap_2"
+        "arg_cap_reciprocal", "arg_cap"
     ]
 )
 def backward_dkv(
@@ -101,7 +101,7 @@ def backward_dkv(
     stride_dkn, stride_dvz, stride_dvh, stride_dvn, SM_SCALE, TO_LOG2, mask_stride_z, mask_stride_h, mask_rows,
     full_mask_rows,
     q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
-    arg_cap, arg_cap_2,  # captured by score_mod softcap
+    arg_cap_reciprocal, arg_cap,  # captured by score_mod softcap
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     # One program a key tile, the first keys first: under a causal mask most queries see them.
@@ -156,7 +156,7 @@ def backward_dkv(
                 k, v, dk, dv,
                 desc_q, desc_do, TOPS + 2 * stats, DELTA + stats, STATS_LEN,
                 z, h, n, start_m, False, Q_LEN, SM_SCALE, TO_LOG2,
-                arg_cap, arg_cap_2,
+                arg_cap_reciprocal, arg_cap,
                 BLOCK_M,
             )
         for step in range(partial_steps, steps):
@@ -168,7 +168,7 @@ def backward_dkv(
                 k, v, dk, dv,
                 desc_q, desc_do, TOPS + 2 * stats, DELTA + stats, STATS_LEN,
                 z, h, n, start_m, True, Q_LEN, SM_SCALE, TO_LOG2,
-                arg_cap, arg_cap_2,
+                arg_cap_reciprocal, arg_cap,
                 BLOCK_M,
             )
 

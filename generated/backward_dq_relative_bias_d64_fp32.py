@@ -31,7 +31,7 @@ def dq_block_mn(
     q, do, top, share, delta, dq,
     K, V, stride_kn, stride_vn,
     z, h, m, start_n, offs_m, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
-    ptr_table, stride_table_0, arg_table_size,  # captured by score_mod relative_bias
+    ptr_table, stride_table_0, arg_table_shape_1_floordiv_2,  # captured by score_mod relative_bias
     grad_table_0,
     BLOCK_N: tl.constexpr,
 ):
@@ -51,7 +51,7 @@ def dq_block_mn(
     n = offs_n[None, :]  # [1, BLOCK_N]; m is [BLOCK_M, 1]
     # ---- score_mod: relative_bias
     # mods/relative_bias.py:53: return score + table[h, kv_idx - q_idx + zero]
-    score_0 = read_32_bits(ptr_table + h * stride_table_0 + arg_table_size + n - m)
+    score_0 = read_32_bits(ptr_table + h * stride_table_0 + arg_table_shape_1_floordiv_2 + n - m)
     score = qk + score_0
 
     # [BLOCK_M, BLOCK_N], the softmax itself. The difference first: exact where it matters, however large scores are
@@ -60,7 +60,7 @@ def dq_block_mn(
     # ---- derivative of score_mod: relative_bias
     d_table_0 = grad
     ds = grad
-    d_table_0_place = grad_table_0 + h * stride_table_0 + arg_table_size + n - m
+    d_table_0_place = grad_table_0 + h * stride_table_0 + arg_table_shape_1_floordiv_2 + n - m
     tl.atomic_add(d_table_0_place, d_table_0, sem="relaxed")
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
@@ -71,7 +71,7 @@ def dq_block_mn(
         "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", "stride_qz", "stride_qh", "stride_qm", "stride_kz",
         "stride_kh", "stride_kn", "stride_vz", "stride_vh", "stride_vn", "stride_doz", "stride_doh",
         "stride_dom", "stride_dqz", "stride_dqh", "stride_dqm", "SM_SCALE", "TO_LOG2", "stride_table_0",
-        "arg_table_size"
+        "arg_table_shape_1_floordiv_2"
     ]
 )
 def backward_dq(
@@ -85,7 +85,7 @@ def backward_dq(
     Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, STATS_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh,
     stride_kn, stride_vz, stride_vh, stride_vn, stride_doz, stride_doh, stride_dom, stride_dqz, stride_dqh,
     stride_dqm, SM_SCALE, TO_LOG2,
-    ptr_table, stride_table_0, arg_table_size,  # captured by score_mod relative_bias
+    ptr_table, stride_table_0, arg_table_shape_1_floordiv_2,  # captured by score_mod relative_bias
     grad_table_0,  # float32 gradient of table, positions share elements and add up
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
@@ -132,7 +132,7 @@ def backward_dq(
             q, do, top, share, delta, dq,
             K, V, stride_kn, stride_vn,
             z, h, m, start_n, offs_m, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
-            ptr_table, stride_table_0, arg_table_size,
+            ptr_table, stride_table_0, arg_table_shape_1_floordiv_2,
             grad_table_0,
             BLOCK_N,
         )

@@ -34,7 +34,9 @@ def made_of(program: HostProgram, function: Callable, args: tuple, kwargs: dict)
 
 
 def _name(program: HostProgram, function: Callable, args: tuple) -> str:
-    """What a result is called: w_floordiv_2, ls_exp, cfg_window; mul_2_c, as names begin with letters."""
+    """What a result is called: w_floordiv_2, ls_exp, cfg_window, cap_reciprocal; mul_2_c, as names begin with letters."""
+    if function is operator.truediv and type(args[0]) in NUMBERS and args[0] == 1:
+        return f"{_word(program, args[1])}_reciprocal"
     verb = getattr(function, "__name__", "")
     verb = (function.__self__.__name__ if verb == "__get__" else verb).strip("_")
     words = [word for word in (_word(program, arg) for arg in args) if word]

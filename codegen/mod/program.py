@@ -11,6 +11,7 @@ import torch
 
 NUMBERS = (int, float, bool)
 UNKNOWN_NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}  # of torch's compiler, and what they stand for
+_LONGEST_LABEL = 24
 _MOST_STEPS = 2000
 
 
@@ -38,6 +39,11 @@ class Step:
     def called(self) -> str:
         """What its value is called: as what is captured, or a name that says what is made of that."""
         return self.made.name if self.made and self.made.name else self.describe
+
+    @property
+    def label(self) -> str:
+        """What a kernel's argument is called: the same, if that is no long word."""
+        return self.called if len(self.called) <= _LONGEST_LABEL else self.describe
 
 
 @dataclass(frozen=True, slots=True)

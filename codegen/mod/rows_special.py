@@ -35,6 +35,8 @@ def _apart(x, y):
 
 
 def _xlogy(x, y):
+    if type(y) in (bool, int, float) and 0 < y < math.inf:
+        return x * math.log(y)  # not rounded to half precision, as a constant of x's dtype would be
     both = x + y
     dtype = torch.float32 if is_integral(both) else both.dtype  # of the result; torch rounds y to it before the logarithm
     y = torch.full_like(x, y, dtype=dtype) if is_number(y) else y.to(dtype)

@@ -22,7 +22,7 @@ from .expr import Expr, ExprTable, ScalarCapture, SourceLine, TensorCapture
 from .ops import FUNCTIONS
 from .program import UNKNOWN_NUMBERS, HostProgram, Untrackable, fits_int32
 from .purity import FACTORIES, changes_in_place
-from .stand_ins import HostNumber, as_python, label_of, pinned, plain_place, value_of
+from .stand_ins import HostNumber, as_python, pinned, plain_place, value_of
 from .tensors import check_kind, is_distributed, is_pending, is_transformed, tensors_in
 
 
@@ -163,7 +163,7 @@ class ReplayedRun(TracingRun):
             return super().number(value)
         if not fits_int32(as_python(value)):  # rare, and a literal keeps to torch's rules of integer overflow in every dtype
             return super().number(pinned(value))
-        return self._scalar(plain_place(value), as_python(value), label_of(value))
+        return self._scalar(place := plain_place(value), as_python(value), self.program.steps[place - 1].label)
 
     def host(self, function, args: tuple, kwargs: dict, name: str):
         if args and isinstance(args[0], torch.Tensor) and name in ("__get__", "size", "item"):

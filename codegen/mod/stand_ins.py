@@ -167,10 +167,6 @@ def is_stand_in(value) -> bool:
     return type(value) in (HostValue, HostNumber)
 
 
-def label_of(number: HostNumber) -> str:
-    return state_of(number).name
-
-
 def as_python(value):
     """The plain Python number behind a HostNumber, without pinning it."""
     if type(value) is not HostNumber:

@@ -115,7 +115,7 @@ def calls_that_differ_are_found():
         with pytest.raises((ValueError, TypeError), match=words):
             call(**(other if rank else {}))
     for name, made in (("mask_mod", mods.sliding_window), ("score_mod", mods.softcap)):
-        with pytest.raises(ValueError, match=f"rank 1 has another [a-z_]+ of {name} than rank 0: 11(.0)?, not 10(.0)?"):
+        with pytest.raises(ValueError, match=f"rank 1 has another [a-z_0-9]+ of {name} than rank 0: 11(.0)?, not 10(.0)?"):
             call(**{name: made(10 + rank)})
     with torch.no_grad():
         call(learns=bool(rank))  # nobody wants a gradient
