@@ -222,6 +222,23 @@ def test_what_python_has_decided_is_checked(in_cpp, tmp_path):
         module.attention(q, k, v, dilation=2)
 
 
+@pytest.mark.parametrize("decides", ["score", "mask"])
+def test_what_one_mod_has_decided_by_a_variable_of_the_other_is_checked(decides, in_cpp, tmp_path):
+    q, k, v = tensors("cpu", Z=1, Hq=2, Hkv=2, Q_LEN=LENGTH, KV_LEN=LENGTH, D=16)
+
+    def made(n):
+        if decides == "score":
+            mods = lambda s, b, h, i, j: s * 2 if n > 4 else s * 0, lambda b, h, i, j: abs(i - j) < n
+        else:
+            mods = lambda s, b, h, i, j: s * n, lambda b, h, i, j: abs(i - j) < (9 if n > 4 else 3)
+        return {"score_mod": mods[0], "mask_mod": mods[1]}
+
+    _, module = saved(tmp_path, q, k, v, **made(8))
+    assert relative_error(module.attention(q, k, v, n=6), flex_attention(q, k, v, **made(6))) < 1e-6
+    with pytest.raises(ValueError, match=r"\(n > 4\) is False; these kernels were made where it is True"):
+        module.attention(q, k, v, n=3)
+
+
 def test_names_of_what_no_formula_makes(in_cpp, tmp_path):
     """They are not those of captures. What is read twice is one argument."""
     q, k, v = tensors("cpu", Z=1, Hq=2, Hkv=2, Q_LEN=LENGTH, KV_LEN=LENGTH, D=16)

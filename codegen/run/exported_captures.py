@@ -227,13 +227,13 @@ class _Naming:
     def pinned(self, origins: Origins):
         """What Python decided by the values of arguments, as expressions."""
         for origin in origins.pinned:
-            if any(root in self.of_origin for root in roots(origin)) and isinstance(origin.value, NUMBERS):
+            if any(self._known(root) for root in roots(origin)) and isinstance(origin.value, NUMBERS):
                 yield self._with_values(origin), origin.value
 
     def _with_values(self, origin: Origin) -> str:
         """As _formula, of arguments alone: what is none has its value in the kernels."""
         if not origin.formula:
-            return self.of_origin.get(origin) or literal_text(origin.value)
+            return self._known(origin) or literal_text(origin.value)
         return origin.formula.format(*map(self._with_values, origin.parts))
 
 
