@@ -183,11 +183,8 @@ def cached_attention(
         run = _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks)
         found = run(query)
     else:
-        placed = widen(*place_batch(query, k_cache, v_cache, kv_len, check, tables, of_query), k_cache, *of_query)
-        problem = CachedProblem(*placed, k_cache, v_cache, score_mod, mask_mod, scale, sinks, batch_invariant)
-        if shared_prefix is not None:
-            _check_shared(shared_prefix, problem, kv_len, page_table, cache_loc, check)
-        found = _attend_all(problem, shared_prefix)
+        what = score_mod, mask_mod, scale, sinks, batch_invariant
+        found = _attend_all(_problem(query, k_cache, v_cache, kv_len, tables, of_query, what, check, shared_prefix), shared_prefix)
     return found if return_lse else found[0]
 
 
@@ -211,13 +208,12 @@ def attention_after(
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """cached_attention in two steps, for what writes to the caches in between: a bad argument must not leave them changed. All that it
     raises for arguments is raised here. Returns a function from the queries, which may have been turned, to out and lse."""
-    tables = page_table, cache_loc, cu_seqlens_q, None, None, k_scale, v_scale
+    tables, of_query = (page_table, cache_loc, cu_seqlens_q, None, None, k_scale, v_scale), (None, None)
     if is_recorded("cached_attention", query, k_cache, v_cache):
-        return _recorded(query, k_cache, v_cache, kv_len, tables, (None, None), score_mod, mask_mod, scale, False, check, sinks)
-    placed = place_batch(query, k_cache, v_cache, kv_len, check, tables, (None, None))
-    problem = CachedProblem(*placed, k_cache, v_cache, score_mod, mask_mod, scale, sinks)
-    if shared_prefix is not None:
-        _check_shared(shared_prefix, problem, kv_len, page_table, cache_loc, check)
+        return _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, False, check, sinks)
+    what = score_mod, mask_mod, scale, sinks
+    problem = _problem(query, k_cache, v_cache, kv_len, tables, of_query, what, check, shared_prefix)
+    dtype = problem.query.dtype  # which autocast may have chosen
     if scale is not None:
         scale_of(scale, None, query)
     if sinks is not None:
@@ -226,10 +222,20 @@ def attention_after(
 
     def attend(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if queries is not query:
-            problem.query = queries.to(placed[0].dtype)  # which autocast may have chosen
+            problem.query = queries.to(dtype)
         return _attend_all(problem, shared_prefix)
 
     return attend
+
+
+def _problem(query, k_cache, v_cache, kv_len, tables: tuple, of_query: tuple, what: tuple, check, shared_prefix) -> CachedProblem:
+    """The call, checked. tables and of_query: as place_batch has them; what: fields of CachedProblem from score_mod on."""
+    placed = widen(*place_batch(query, k_cache, v_cache, kv_len, check, tables, of_query), k_cache, *of_query)
+    problem = CachedProblem(*placed, k_cache, v_cache, *what)
+    if shared_prefix is not None:
+        page_table, cache_loc, *_ = tables
+        _check_shared(shared_prefix, problem, kv_len, page_table, cache_loc, check)
+    return problem
 
 
 def _check_shared(shared_prefix, problem: CachedProblem, kv_len, page_table, cache_loc, check: bool | None) -> None:

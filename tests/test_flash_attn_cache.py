@@ -373,3 +373,14 @@ def test_errors_of_packed_queries_on_pages():
             call(**arguments)
     with pytest.raises(NotImplementedError, match="k requires grad, but flash_attn_varlen_func with a block_table is not differentiable"):
         call(k=pages.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_queries_of_float8(device):
+    """They are computed with in the output's dtype, as in cached_attention."""
+    generator = torch.Generator().manual_seed(0)
+    q, cache = (torch.randn(shape, generator=generator).to(torch.float8_e4m3fn).to(device) for shape in ((2, 3, 4, 16), (2, 20, 2, 16)))
+    lengths = torch.tensor([9, 20], dtype=torch.int32, device=device)
+    out = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, causal=True)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, cached_attention(q.transpose(1, 2), cache, cache, lengths).transpose(1, 2))

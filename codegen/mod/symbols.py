@@ -157,8 +157,7 @@ class TensorView(Symbolic):
     def numel(self):
         return math.prod(self.shape)
 
-    def nelement(self):
-        return self.numel()
+    nelement = numel
 
     def __len__(self):
         return self.shape[0]
