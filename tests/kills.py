@@ -102,6 +102,7 @@ def campaign(n: int, seed: int, place: Path, longest: float = 0.3) -> str:
     for path in left:
         os.utime(path, (time.time() - 7200,) * 2)
     cache_clear()
+    folder._unchecked.clear()  # a new process looks through the folder
     for number in range(start + 3):
         check(number)
         record(number)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import logs
-from ..registry import Table
+from ..registry import Bounded, Table
 from ..text.lines import one_line
 from ..turn import Turn
 
@@ -55,8 +55,7 @@ class _Place:
     """The folder that a configuration leads to. `path` is None if files stay in memory."""
 
     def __init__(self, configured: str | None) -> None:
-        self.unchecked = 0  # bytes written since the folder's size was last looked at
-        self.looked = self.moved = False
+        self.moved = False
         wanted = "~/.cache/flexpress"
         try:
             wanted = _wanted(configured)
@@ -94,6 +93,7 @@ class _Place:
 
 
 _places: dict[str | None, _Place] = Table("cache folders", 64)
+_unchecked: dict[Path, int] = Bounded(64)  # bytes written since a folder's size was last looked at; what a process forgets changes nothing of it
 _choosing = Turn()
 
 
@@ -154,7 +154,7 @@ def write(name: str, content: bytes) -> Path | None:
         except OSError as error:
             _choosing.run(place.give_up, folder, error)
         else:
-            _make_room(place, len(content))
+            _make_room(folder, len(content))
             return folder
     return None
 
@@ -248,17 +248,16 @@ def files(place: Path | None) -> tuple[list[_File], list[_File]]:
     return kernels, [file for file in temporary if time.time() - file.used > _ABANDONED]
 
 
-def _make_room(place: _Place, size: int) -> None:
+def _make_room(folder: Path, size: int) -> None:
     """Now and then: remove temporary files that killed processes left, and, if the folder holds too much, what was not used for longest.
 
     Other processes may do the same, or use what goes: they print or compile it again.
     """
-    place.unchecked += size
-    most = limit()
-    if place.looked and place.unchecked < most // 16:
+    most, known = limit(), _unchecked.get(folder)
+    if known is not None and known + size < most // 16:
+        _unchecked[folder] = known + size
         return
-    place.looked, place.unchecked = True, 0
-    folder = place.path
+    _unchecked[folder] = 0
     ours, abandoned = files(folder)
     for file in abandoned:
         _remove(folder / file.name)

@@ -17,7 +17,7 @@ from flexpress.distributed import ContextPlan
 from support import context as one_process
 from support.context import tensors
 from support.dense import dense_attention
-from support.ranks import check, here
+from support.ranks import check, from_first_rank, here
 from support.varlen import offsets
 
 
@@ -229,17 +229,21 @@ def compare_sinks(placements, of_sinks, names=("context",), sums=True):
     if packed:
         whole, plan = [torch.randn(512, 4, 16) for _ in range(3)], ContextPlan.packed(starts, group=mesh["context"], **of_plan)
         made = [distribute_tensor(t[plan.order], mesh, placements) for t in whole]
-        exact = varlen_attention(*whole, starts, mask_mod=mods.causal, sinks=logits)
     else:
         whole, plan = tensors(512, Hq=4, Hkv=4), ContextPlan(mesh["context"], 512, **of_plan)
         made = [distribute_tensor(in_order(plan, t), mesh, placements) for t in whole]
-        exact = flex_attention(*whole, mask_mod=mods.causal, sinks=logits)
+
+    def of_one_process() -> tuple[torch.Tensor, torch.Tensor]:
+        exact = attend(*whole, *([starts] if packed else []), mask_mod=mods.causal, sinks=logits)
+        return exact.detach(), *torch.autograd.grad(exact.square().sum(), logits)
+
+    attend = varlen_attention if packed else flex_attention
+    exact, wanted = from_first_rank(of_one_process)
     mine = logits.detach() if of_sinks is None else distribute_tensor(logits.detach(), mesh, of_sinks)
     mine.requires_grad_()
-    attend = varlen_attention if packed else flex_attention
     out = attend(*made, context=plan, sinks=mine)
-    torch.testing.assert_close(out.full_tensor(), exact.detach()[plan.order] if packed else in_order(plan, exact.detach()))
-    (found,), (wanted,) = (torch.autograd.grad(t.square().sum(), s) for t, s in ((out, mine), (exact, logits)))
+    torch.testing.assert_close(out.full_tensor(), exact[plan.order] if packed else in_order(plan, exact))
+    (found,) = torch.autograd.grad(out.square().sum(), mine)
     if of_sinks is not None:
         assert found.placements == tuple(of_sinks)
         found = found.full_tensor()
