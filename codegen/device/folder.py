@@ -93,7 +93,7 @@ class _Place:
 
 
 _places: dict[str | None, _Place] = Table("cache folders", 64)
-_unchecked: dict[Path, int] = Bounded(64)  # bytes written since a folder's size was last looked at; what a process forgets changes nothing of it
+_unchecked: dict[Path, int] = Bounded(64)  # bytes written since a folder's size was last looked at; no cache, so never forgotten
 _choosing = Turn()
 
 
