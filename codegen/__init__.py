@@ -1,5 +1,6 @@
 """The workshop, installed as `flexpress.codegen`. A folder is a stage, and imports only those below it:
 
+export   kernels become a file of their own
 run      drivers: from a call's tensors to a plan, arguments and outputs
 device   cache on disk, compile, load, launch, interpreter
 plan     which kernel and tile a call gets, from structure alone

@@ -23,6 +23,9 @@ from .codegen.device import offline
 from .codegen.device.cache import VERSION
 from .codegen.device.cpp_compiler import interpreter_asked_for
 from .codegen.device.devices import architecture_of, backend_of
+from .codegen.export.attention import AttentionFile
+from .codegen.export.cpu import CppFile
+from .codegen.export.kernels import Exported
 from .codegen.gpus import WIDEST_TILE
 from .codegen.mod.bind import bind_with_origins
 from .codegen.mod.expr import ModGraph
@@ -31,9 +34,6 @@ from .codegen.mod.long_dots import LONG
 from .codegen.mod.origins import Origins
 from .codegen.mod.tensors import read_captured
 from .codegen.mod.wide import at_any_length
-from .codegen.run.exported import Exported
-from .codegen.run.exported_attention import AttentionFile
-from .codegen.run.exported_cpu import CppFile
 
 
 def export(

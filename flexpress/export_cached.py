@@ -14,9 +14,9 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.sinks import check_sinks
 
 from .codegen.device.cache import VERSION
+from .codegen.export.cached import CachedFile, ExportedCache
+from .codegen.export.cached_cpu import CachedCppFile
 from .codegen.mod.dtypes import dtype_name
-from .codegen.run.exported_cached import CachedFile, ExportedCache
-from .codegen.run.exported_cached_cpu import CachedCppFile
 
 
 def export_cached(

@@ -1274,7 +1274,7 @@ EXPORTS = [
         "exported portable kernels take scores without scale for scores",
     ),
     Mutant(
-        "codegen/run/exported_attention.py",
+        "codegen/export/attention.py",
         '"2 * tiles" if name == "hopper" else "tiles"',
         '"tiles"',
         named("export_hopper", "slopes"),

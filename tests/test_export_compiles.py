@@ -9,7 +9,7 @@ import torch
 
 from flexpress import export, export_cached
 from flexpress.codegen.device.offline import Compiled, compile_for, compile_function
-from flexpress.codegen.run.exported_file import File
+from flexpress.codegen.export.file import File
 from flexpress.mods import alibi, alibi_slopes, causal, document, relative_bias, sliding_window, softcap
 from support.exported import load
 

@@ -12,7 +12,7 @@ import triton
 
 from flexpress.codegen.device.compiler import newer_assembler
 from flexpress.codegen.device.offline import compile_function
-from flexpress.codegen.run.exported_file import File
+from flexpress.codegen.export.file import File
 from flexpress.mods import alibi, alibi_slopes, causal
 from support.dense import dense_attention, relative_error
 from support.exported import load, saved, tensors

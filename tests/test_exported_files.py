@@ -18,8 +18,8 @@ import torch
 import triton.language as tl
 
 from flexpress import BlockMask, create_block_mask, export, exported_files, flex_attention
+from flexpress.codegen.export.merged import Definitions
 from flexpress.codegen.mod.errors import RenderError
-from flexpress.codegen.text.merged import Definitions
 from flexpress.mods import alibi, alibi_slopes, causal, document, sliding_window
 from support.dense import relative_error
 from support.exported import assert_equal, imports_of, load, run_alone, saved, tensors, undecided

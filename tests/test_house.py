@@ -19,7 +19,8 @@ BELOW = {  # what a folder may import beside its own files; the files of codegen
     "codegen/plan": {"codegen", "codegen/mod", "codegen/text"},
     "codegen/device": {"codegen", "codegen/mod", "codegen/text"},
     "codegen/run": {"codegen", "codegen/mod", "codegen/text", "codegen/plan", "codegen/device"},
-    "flexpress": {"codegen", "codegen/mod", "codegen/text", "codegen/plan", "codegen/device", "codegen/run", "mods"},
+    "codegen/export": {"codegen", "codegen/mod", "codegen/text", "codegen/plan", "codegen/device", "codegen/run"},
+    "flexpress": {"codegen", "codegen/mod", "codegen/text", "codegen/plan", "codegen/device", "codegen/run", "codegen/export", "mods"},
     "mods": set(),
 }
 BELOW["flexpress/flash_attn"] = BELOW["flexpress"] | {"flexpress"}  # both are the front door

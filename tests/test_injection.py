@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from flexpress import cache_clear, create_block_mask, evaluate_mod, export, export_cached, flex_attention, printed_kernels
+from flexpress.codegen.export import file as exported_file
 from flexpress.codegen.mod.errors import RenderError
-from flexpress.codegen.run import exported_file
 from flexpress.codegen.run.preview import backward_compilations, decode_compilations, hopper_compilation, preview
 from flexpress.codegen.run.preview_masks import evaluate_compilation, mask_compilations
 from flexpress.codegen.text import lines, mod_text

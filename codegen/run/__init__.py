@@ -24,11 +24,6 @@ shared_parts, shared_tables, shared_tiles   sequences that begin with the same p
 update_cache, values_by_keys                what writes a cache, or lays one out
 merge_parts, exchange                       parts of attention, and what ranks exchange
 
-imagined                                   a call that nobody makes
-preview, preview_masks                     its kernels
-exported, exported_hopper                  those of a call that goes into a file of its own
-exported_captures                          what they capture
-exported_file, exported_cpp                what all such files say, and those in C++
-exported_attention, exported_cpu           files of flex_attention
-exported_cached, exported_cached_cpu       files of cached_attention
+imagined                    a call that nobody makes
+preview, preview_masks      its kernels
 """

@@ -20,9 +20,4 @@ mod_text        a lowered mod as templates and launches see it
 spec            all that changes the text of a kernel
 template_code   compiled templates on disk
 render          a spec becomes that text
-
-Exported files take two more:
-
-merged       printed kernels in one file
-torch_text   a mod as statements of torch
 """

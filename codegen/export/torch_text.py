@@ -11,7 +11,7 @@ from ..mod.expr import Expr, walk
 from ..mod.op import div_trunc, kind
 from ..mod.operators import SYMBOLS
 from ..mod.ops import OPS
-from .spelling import literal_text
+from ..text.spelling import literal_text
 
 
 class TorchText(NamedTuple):

@@ -14,11 +14,11 @@ from ..plan.forward import LOG2_E
 from ..plan.masks import mask_texts
 from ..plan.tiles import BLOCK
 from ..text.spelling import literal_text
-from ..text.torch_text import torch_text
-from .exported import Exported, Plans
-from .exported_captures import layouts_for_any, named
-from .exported_file import File, Kernel, TritonFile, listed, reserved, unpacked
-from .exported_hopper import HopperPart
+from .captures import layouts_for_any, named
+from .file import File, Kernel, TritonFile, listed, reserved, unpacked
+from .hopper import HopperPart
+from .kernels import Exported, Plans
+from .torch_text import torch_text
 
 TEMPLATES = (
     "exported_attention.jinja",

@@ -15,14 +15,14 @@ from ..plan.decode_tiles import most_rows
 from ..plan.extras import SMALLEST_SCALE, Extras, factors_out
 from ..plan.forward import LOG2_E, Blocks
 from ..plan.tiles import BLOCK
+from ..run.imagined import machine_of
+from ..run.preview import Compilation
 from ..text.parameters import stride_names
 from ..text.spelling import literal_text
-from .exported import EXTENTS, mask_compilations
-from .exported_attention import MASKS, TOLERANCES, describe_mask
-from .exported_captures import Captured, Names, layouts_for_any, named
-from .exported_file import File, Kernel, TritonFile, reserved
-from .imagined import machine_of
-from .preview import Compilation
+from .attention import MASKS, TOLERANCES, describe_mask
+from .captures import Captured, Names, layouts_for_any, named
+from .file import File, Kernel, TritonFile, reserved
+from .kernels import EXTENTS, mask_compilations
 
 Q_LEN = "exported_query_length"  # what a trace calls the number of a sequence's queries, which is no argument of the file's
 _TEMPLATES = "exported_cached.jinja", "_exported_masks.jinja", "_exported_lists.jinja"

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import NamedTuple
 
-from .parsing import STRING_OR_COMMENT, parse
+from ..text.parsing import STRING_OR_COMMENT, parse
 
 
 class Print(NamedTuple):

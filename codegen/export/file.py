@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from ..device import interpreter_numbers
 from ..mod.errors import RenderError
 from ..mod.expr import ModGraph
-from ..text.merged import Definitions, Print, merge
+from ..run.preview import Compilation
 from ..text.parameters import Parameter
 from ..text.parsing import parse, without_comments
 from ..text.render import environment, render
 from ..text.spec import KernelSpec, without_texts
 from ..text.spelling import literal_text
-from ..text.torch_text import TorchText, torch_text
-from .exported_captures import Names
-from .preview import Compilation
+from .captures import Names
+from .merged import Definitions, Print, merge
+from .torch_text import TorchText, torch_text
 
 _VARIABLES = {  # what files call the tensors that kernels know by these names
     **{"Q": "query", "K": "key", "V": "value", "O": "out", "LSE": "lse", "ROWS": "row_values", "DO": "d_out", "DLSE": "d_lse"},

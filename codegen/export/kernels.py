@@ -17,10 +17,10 @@ from ..mod.origins import Origins
 from ..plan.backward import delta_rows
 from ..plan.forward import Blocks, Options
 from ..plan.masks import lists_spec, mask_texts, status_constants, status_spec, verdict_lists_spec, zones_spec
-from . import backward, backward_kernels, block_grid, forward, forward_kernels, status_lists
-from .exported_captures import layouts_for_any
-from .imagined import machine_of
-from .preview import Compilation
+from ..run import backward, backward_kernels, block_grid, forward, forward_kernels, status_lists
+from ..run.imagined import machine_of
+from ..run.preview import Compilation
+from .captures import layouts_for_any
 
 EXTENTS = (3, 3, 1021, 1021)  # B, H, Q_LEN and KV_LEN
 

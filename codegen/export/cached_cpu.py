@@ -7,9 +7,9 @@ from ..plan.decode import DecodeCase
 from ..plan.extras import factors_out
 from ..plan.forward import Blocks
 from ..plan.tiles import BLOCK
-from .exported_cached import VARIABLES, ExportedCache, describe_cache, names_in, read_by
-from .exported_cpp import KERNELS, PARTS, FileInCpp, mask_specs
-from .exported_file import reserved
+from .cached import VARIABLES, ExportedCache, describe_cache, names_in, read_by
+from .cpp import KERNELS, PARTS, FileInCpp, mask_specs
+from .file import reserved
 
 TEMPLATES = ("exported_cached_cpu.jinja", "exported_cached.jinja", *PARTS)
 

@@ -16,8 +16,8 @@ from ..plan.masks import mask_texts
 from ..text.cpp import CPP, c_type, captured_numbers, without_comments
 from ..text.render import render
 from ..text.spec import KernelSpec
-from .exported_captures import layouts_for_any
-from .exported_file import File, called
+from .captures import layouts_for_any
+from .file import File, called
 
 PARTS = "_exported_cpp.jinja", "_exported_cpp_lists.jinja", "_exported_masks.jinja"
 KERNELS = frozenset({"FORWARD", "DECODE", "BACKWARD", "BLOCKS", "LISTS"})

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ..plan import cpu
 from ..plan.cpu import CpuBackwardPlan, plan_cpu_backward, plan_cpu_forward
 from ..plan.decode import MAX_QUERIES
-from .cpu_backward import LARGEST
-from .cpu_decode import few_plan
-from .exported import Exported, Plans
-from .exported_attention import Gathered, added, describe_call, describe_mask
-from .exported_captures import named
-from .exported_cpp import KERNELS, PARTS, FileInCpp, mask_specs
-from .exported_file import reserved
+from ..run.cpu_backward import LARGEST
+from ..run.cpu_decode import few_plan
+from .attention import Gathered, added, describe_call, describe_mask
+from .captures import named
+from .cpp import KERNELS, PARTS, FileInCpp, mask_specs
+from .file import reserved
+from .kernels import Exported, Plans
 
 TEMPLATES = ("exported_cpu.jinja", "exported_attention.jinja", "_exported_gradients.jinja", *PARTS)
 

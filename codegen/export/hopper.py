@@ -9,11 +9,11 @@ from ..mod.loads import dots_of
 from ..plan import hopper_backward, hopper_forward
 from ..plan.backward import STATS_ALIGNMENT, delta_rows
 from ..plan.hopper_backward import HopperBackwardPlan
+from ..run import backward_kernels, forward_kernels
+from ..run.preview import Compilation
 from ..text.spec import KernelSpec
-from . import backward_kernels, forward_kernels
-from .exported import Plans
-from .exported_file import GluonKernel
-from .preview import Compilation
+from .file import GluonKernel
+from .kernels import Plans
 
 
 class HopperPart:
