@@ -32,8 +32,8 @@ import torch.multiprocessing
 from common import arguments, first_line, header, integers, names, tflops, write_results
 
 from flexpress import create_block_mask, flex_attention, mods
-from flexpress.context import BLOCK, positions_of
 from flexpress.distributed import ContextPlan
+from flexpress.distributed.plan import BLOCK, positions_of
 
 MASKS = "causal", "causal, ALiBi", "causal, softcap", "window", "prefix", "12 documents"
 WAYS = "one GPU", "context plan", "all-gather by hand", "torch ring", "torch all-gather"

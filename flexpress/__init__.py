@@ -38,10 +38,7 @@ out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 #     serving, attention_info, layer_step             what a serving stack calls
 #
 # Several GPUs
-#     distributed, context, assignment                                      sequences over ranks: who has which blocks
-#     context_attention, context_cached, context_varlen, context_dtensors   the functions for them
-#     context_exchange, context_heads, context_agreement                    what ranks send each other, and whether they mean the same
-#     dtensors, parts                                                       DTensors over batch and heads
+#     dtensors, parts   DTensors over batch and heads; sequences over ranks are in distributed/
 #
 # As torch sees calls
 #     operators, mask_operators, cache_operators, serving_ops   operators of torch.library

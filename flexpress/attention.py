@@ -21,7 +21,7 @@ from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
 from .codegen.run.statistics import Statistics, Wanted
 
 if TYPE_CHECKING:
-    from flexpress.context import ContextPlan  # imports torch.distributed, which not everybody has
+    from flexpress.distributed.plan import ContextPlan  # imports torch.distributed, which not everybody has
 
 
 class Extras(NamedTuple):
@@ -318,8 +318,8 @@ def flex_attention(
 
 def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic: bool, sinks: torch.Tensor | None) -> tuple:
     """out, lse and max_scores, or None, of this rank's parts, by a ContextPlan."""
-    from flexpress.context import check_plan
-    from flexpress.context_attention import Arguments, attend_in_context
+    from flexpress.distributed.attention import Arguments, attend_in_context
+    from flexpress.distributed.plan import check_plan
 
     check_plan(context)
     query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod = arguments
@@ -331,6 +331,6 @@ def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic:
     given = Arguments(scale, enable_gqa, kernel_options, deterministic, want_max, sinks)
     if query.__class__ in ORDINARY or not is_distributed(query):
         return attend_in_context(context, (query, key, value), score_mod, given)
-    from flexpress.context_dtensors import attend_shards_in_context
+    from flexpress.distributed.shards import attend_shards_in_context
 
     return attend_shards_in_context(context, {"query": query, "key": key, "value": value}, score_mod, given)

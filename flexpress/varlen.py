@@ -21,7 +21,7 @@ from .codegen.mod.tensors import ORDINARY, check_still, followed, is_distributed
 from .codegen.run.call import Bound
 
 if TYPE_CHECKING:
-    from flexpress.context import ContextPlan  # imports torch.distributed, which not everybody has
+    from flexpress.distributed.plan import ContextPlan  # imports torch.distributed, which not everybody has
 
 
 @overload
@@ -221,7 +221,7 @@ def varlen_attention(
         refuse_float8_over_devices(q, float8)
     if context is not None:
         check_still("varlen_attention with context=", q, k, v)
-        from flexpress.context_varlen import attend_varlen_in_context
+        from flexpress.distributed.varlen import attend_varlen_in_context
 
         out, lse = attend_varlen_in_context(context, *arguments, sinks)
     elif q.__class__ not in ORDINARY and is_distributed(q):

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flexpress.assignment import assign, imbalance
-from flexpress.context import BLOCK, Layout, _checked_total, positions_of
+from flexpress.distributed.assignment import assign, imbalance
+from flexpress.distributed.plan import BLOCK, Layout, _checked_total, positions_of
 
 RANKS = (2, 4, 8, 16, 32, 64)
 

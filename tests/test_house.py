@@ -25,7 +25,8 @@ BELOW = {  # what a folder may import beside its own files; the files of codegen
 }
 BELOW["flexpress/flash_attn"] = BELOW["flexpress"] | {"flexpress"}  # both are the front door
 BELOW["flexpress/integrations"] = BELOW["flexpress/flash_attn"] | {"flexpress/flash_attn"}  # no file imports it
-BELOW["flexpress"] |= {"flexpress/flash_attn"}
+BELOW["flexpress/distributed"] = BELOW["flexpress"] | {"flexpress"}
+BELOW["flexpress"] |= {"flexpress/flash_attn", "flexpress/distributed"}
 FILES = {path.relative_to(ROOT): path for folder in BELOW for path in (ROOT / folder).glob("*.py")}
 
 
@@ -69,7 +70,7 @@ def test_a_folder_imports_what_is_below_it(folder):
     assert upwards == set()
 
 
-@pytest.mark.parametrize("folder", ["flexpress", *(folder for folder in BELOW if folder.startswith("codegen/"))])
+@pytest.mark.parametrize("folder", ["flexpress", "flexpress/distributed", *(folder for folder in BELOW if folder.startswith("codegen/"))])
 def test_a_folder_says_what_is_in_it(folder):
     """At the top of its __init__.py, in lines of names and what these hold, blanks between. `rows_*` are all whose names begin so."""
     said = FILES[Path(folder, "__init__.py")].read_text(encoding="utf-8")

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from flexpress import AuxRequest, cached_attention, flex_attention, mods
-from flexpress.context_exchange import Exchange
 from flexpress.distributed import ContextPlan, split_cached_attention
+from flexpress.distributed.exchange import Exchange
 from support.context import compare, tensors
 from support.dense import dense_attention
 from support.ranks import check, here

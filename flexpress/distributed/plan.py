@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.types import Device
 
-from flexpress.assignment import assign, imbalance
 from flexpress.checks import extent, resolve_device, whole
-from flexpress.context_agreement import Agreement, digest_of, numbers_of
-from flexpress.context_heads import Gathered, HeadSplit
+from flexpress.distributed.agreement import Agreement, digest_of, numbers_of
+from flexpress.distributed.assignment import assign, imbalance
+from flexpress.distributed.heads import Gathered, HeadSplit
 from flexpress.mask_creation import create_block_mask
 from flexpress.mask_mods import noop_mask
 from flexpress.mods import MaskMod
@@ -23,9 +23,9 @@ from flexpress.packed_checks import check_cu_seqlens, check_same_sequences
 from flexpress.packing import Packing, packing_of
 from flexpress.parts import Part, mask_of_part
 
-from .codegen.mod.bind import bind
-from .codegen.mod.capture import name_of
-from .codegen.mod.graph_text import text_of
+from ..codegen.mod.bind import bind
+from ..codegen.mod.capture import name_of
+from ..codegen.mod.graph_text import text_of
 
 BLOCK = 128  # positions that stay together
 

@@ -7,7 +7,13 @@ q, k, v = (plan.shard(t, dim=2) for t in (q, k, v))      # or made of plan.posit
 out = flex_attention(q, k, v, score_mod=alibi(slopes), context=plan)
 """
 
-from flexpress.context import ContextPlan, Layout
-from flexpress.context_cached import split_cached_attention
+# The files of this folder:
+#
+#     plan, assignment                   who has which blocks
+#     attention, cached, varlen, shards  the functions for them; shards are of DTensors
+#     exchange, heads, agreement         what ranks send each other, and whether they mean the same
+
+from flexpress.distributed.cached import split_cached_attention
+from flexpress.distributed.plan import ContextPlan, Layout
 
 __all__ = ["ContextPlan", "Layout", "split_cached_attention"]

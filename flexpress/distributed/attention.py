@@ -18,22 +18,22 @@ from flexpress.arguments import checked, looks_as
 from flexpress.autograd import once
 from flexpress.call import bound
 from flexpress.checks import autocast, parse_options
-from flexpress.context import ContextPlan
-from flexpress.context_agreement import digest_of, numbers_of
-from flexpress.context_exchange import Arriving, Exchange
+from flexpress.distributed.agreement import digest_of, numbers_of
+from flexpress.distributed.exchange import Arriving, Exchange
+from flexpress.distributed.plan import ContextPlan
 from flexpress.parts import Heads, Part, score_of_part
 from flexpress.problem import dense
 from flexpress.scales import read_scale
 from flexpress.sinks import fold_sinks, read_sinks
 
-from .codegen.compiling import runs_uncompiled
-from .codegen.mod.bind import bind
-from .codegen.mod.expr import ModGraph
-from .codegen.mod.graph_text import text_of
-from .codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured, readable_inputs
-from .codegen.run.backward import backward
-from .codegen.run.call import Bound, Rows
-from .codegen.run.forward import forward
+from ..codegen.compiling import runs_uncompiled
+from ..codegen.mod.bind import bind
+from ..codegen.mod.expr import ModGraph
+from ..codegen.mod.graph_text import text_of
+from ..codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured, readable_inputs
+from ..codegen.run.backward import backward
+from ..codegen.run.call import Bound, Rows
+from ..codegen.run.forward import forward
 
 ALL = Part(None, 0)
 

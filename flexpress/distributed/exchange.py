@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from flexpress.block_mask import BlockMask
-from flexpress.context import BLOCK, ContextPlan
+from flexpress.distributed.plan import BLOCK, ContextPlan
 
-from .codegen.mod.bind import bind
-from .codegen.mod.capture import name_of
-from .codegen.mod.wide import part_in_wide_integers
-from .codegen.run import masks
-from .codegen.run.block_lists import BlockLists, Shifts, lists_of
-from .codegen.run.exchange import add_blocks, copy_blocks
+from ..codegen.mod.bind import bind
+from ..codegen.mod.capture import name_of
+from ..codegen.mod.wide import part_in_wide_integers
+from ..codegen.run import masks
+from ..codegen.run.block_lists import BlockLists, Shifts, lists_of
+from ..codegen.run.exchange import add_blocks, copy_blocks
 
 
 class Exchange:

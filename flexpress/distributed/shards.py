@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from flexpress.checks import check_heads
-from flexpress.context import ContextPlan
-from flexpress.context_attention import Arguments, attend_in_context, attend_packed_in_context
+from flexpress.distributed.attention import Arguments, attend_in_context, attend_packed_in_context
+from flexpress.distributed.plan import ContextPlan
 from flexpress.dtensors import Shards
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from flexpress.checks import check_rank
-from flexpress.context import ContextPlan, check_plan
-from flexpress.context_attention import Arguments, attend_packed_in_context
+from flexpress.distributed.attention import Arguments, attend_packed_in_context
+from flexpress.distributed.plan import ContextPlan, check_plan
 
-from .codegen.mod.tensors import is_distributed
+from ..codegen.mod.tensors import is_distributed
 
 
 def attend_varlen_in_context(
@@ -29,7 +29,7 @@ def attend_varlen_in_context(
             score_mod = plan.packing.score_mod(score_mod)
     arguments = Arguments(scale, True, kernel_options, deterministic, sinks=sinks)
     if any(map(is_distributed, named.values())):
-        from flexpress.context_dtensors import attend_packed_shards_in_context
+        from flexpress.distributed.shards import attend_packed_shards_in_context
 
         return attend_packed_shards_in_context(plan, named, score_mod, arguments)[:2]
     return attend_packed_in_context(plan, tuple(named.values()), score_mod, arguments)[:2]
