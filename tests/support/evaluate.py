@@ -196,7 +196,7 @@ class Noise(TorchDispatchMode):
         mixed = any(t.is_floating_point() for t in tensors) or any(isinstance(a, float) for a in args)
         if mixed and name not in ("index", "where"):
             args = tuple(map(self.as_float, args))
-        if name in self.BLUR or "alpha" in (kwargs or {}):
+        if name in self.BLUR or mixed and "alpha" in (kwargs or {}):
             args = tuple(self.blurred(a.double() if is_integer(a) and name != "pow" else a) for a in args)
         result = function(*args, **(kwargs or {}))
         return self.blurred(result) if name in self.ROUND | self.BLUR else result
