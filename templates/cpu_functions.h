@@ -30,8 +30,6 @@ FUNCTION(asin, u10)
 FUNCTION(acos, u10)
 FUNCTION(sinh, u10)
 FUNCTION(cosh, u10)
-FUNCTION(asinh, u10)
-FUNCTION(acosh, u10)
 FUNCTION(atanh, u10)
 FUNCTION(erf, u10)
 FUNCTION(erfc, u15)
@@ -40,6 +38,17 @@ FUNCTION_2(hypot, u05)
 FUNCTION_2(pow, u10)
 #undef FUNCTION
 #undef FUNCTION_2
+
+// Sleef's are inf where the square of x is
+extern "C" Float::Native SLEEF(asinh, u10)(Float::Native);
+extern "C" Float::Native SLEEF(acosh, u10)(Float::Native);
+INLINE Float asinh(Float x) {
+    const Float size = where(x < 0.0f, -x, x), far = log(size) + 0.6931471824645996f;
+    return where(size < 1e18f, Float(SLEEF(asinh, u10)(x.v)), where(x < 0.0f, -far, far));
+}
+INLINE Float acosh(Float x) { return where(x < 1e18f, Float(SLEEF(acosh, u10)(x.v)), log(x) + 0.6931471824645996f); }
+INLINE float asinh(float x) { return __builtin_asinhf(x); }
+INLINE float acosh(float x) { return __builtin_acoshf(x); }
 
 // 2 to the power of x <= 127, to float32's rounding; 0 below 2^-126. A tenth of what Sleef's takes
 INLINE Float fast_exp2(Float x) {

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import warnings
@@ -345,6 +346,14 @@ def test_a_mask_needs_no_interpreter():
     seen = torch.arange(200) % 7
     flex_attention(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: seen[q_idx] >= seen[kv_idx]).sum().backward()
     assert {path.suffix for path in printed_kernels()} == {".cpp"}
+
+
+@pytest.mark.parametrize("name", ["asinh", "acosh"])
+def test_inverse_hyperbolic_functions_of_huge_numbers(name):
+    function = getattr(torch, name)
+    x = torch.tensor([3e38, -3e38, 1e20, 1.1e18, 0.9e18, -1e18, 1e3, 1.5, 0.5, math.inf, -math.inf, math.nan])
+    found = evaluate_mod(lambda score, b, h, q_idx, kv_idx: function(score), x[None, None, None])
+    torch.testing.assert_close(found.flatten(), function(x.double()).float(), rtol=3e-7, atol=0, equal_nan=True)
 
 
 def test_evaluate_mod_of_a_dot_product_of_rows():

@@ -16,6 +16,7 @@ from flexpress import ModError, and_masks, create_block_mask, create_mask, evalu
 from flexpress.mods import compose_scores
 
 TABLE = torch.rand(2, 8)
+SILU = torch.nn.SiLU(inplace=True)
 Q = torch.randn(1, 2, 8, 16)
 
 
@@ -277,6 +278,36 @@ def changed_vector(score, b, h, q_idx, kv_idx):
     return score + half.sum() + row.sum()
 
 
+def changed_by_an_activation(score, b, h, q_idx, kv_idx):
+    torch.nn.functional.relu(score, inplace=True)
+    return score + 1
+
+
+def changed_by_a_module(score, b, h, q_idx, kv_idx):
+    row = TABLE[q_idx] * 1
+    return score + SILU(row).sum() + row.sum()
+
+
+def changed_where_it_is_detached(score, b, h, q_idx, kv_idx):
+    other = score.detach()
+    score *= 2
+    return score + other
+
+
+def changed_under_a_view(score, b, h, q_idx, kv_idx):
+    row = TABLE[q_idx] * 1
+    first = row[0]
+    row *= 3
+    return score + first
+
+
+def changed_by_a_view(score, b, h, q_idx, kv_idx):
+    row = TABLE[q_idx] * 1
+    half = row.view(2, -1)
+    half += 1
+    return score + row.sum()
+
+
 def changed_to_a_float(score, b, h, q_idx, kv_idx):
     q_idx *= 1.5
     return score + q_idx
@@ -421,6 +452,11 @@ SCORE_CASES = [
     (in_place, "Tensor.add_ is not a supported operation", "score.add_(1)", "Supported are"),
     (changed_elsewhere, "used after it was changed in place", "return other * 2", "use the changed name alone"),
     (changed_vector, "used after it was changed in place", "row.sum()", "use the changed name alone"),
+    (changed_by_an_activation, "used after it was changed in place", "return score + 1", "use the changed name alone"),
+    (changed_by_a_module, "used after it was changed in place", "row.sum()", "use the changed name alone"),
+    (changed_where_it_is_detached, "used after it was changed in place", "return score + other", "use the changed name alone"),
+    (changed_under_a_view, "or as a part of another value", "return score + first", "use the changed name alone"),
+    (changed_by_a_view, "or as a part of another value", "row.sum()", "use the changed name alone"),
     (changed_to_a_float, "torch.float32 is assigned in place", "q_idx *= 1.5", "another dtype"),
     (with_out, "torch.add with out=", "out=score", "drop out="),
     (torch_refuses, "torch refuses invert on (float32)", "return ~score", "integer and Boolean"),

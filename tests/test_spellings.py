@@ -188,3 +188,38 @@ def test_alpha(expression, number):
     name = expression.removesuffix("_alpha")
     for alpha in (number, "n"):
         check(f"torch.{name}(score, floats[kv_idx], alpha={alpha})", torch.randn(1, 1, 5, 7), {"n": number, "floats": torch.randn(7)})
+
+
+TABLE = torch.arange(20.0).reshape(5, 4)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("(kv_idx / 2).to(int)", "(kv_idx * 2).to(bool)", '(kv_idx / 2).to("cpu", int)', "(kv_idx / 2).to(dtype=int)", "score.to(float)"),
+        *("(kv_idx / 2).type(torch.LongTensor)", '(kv_idx / 2).type("torch.IntTensor")', "(kv_idx / 2).type(torch.int32)"),
+        *("(table[kv_idx] / 4).to(int).sum()", "(table[kv_idx] / 4).sum(dtype=int)", "table[kv_idx].cumsum(0, dtype=float)[1]"),
+        *("torch.zeros_like(score, dtype=int)", "score.new_tensor(2.5, dtype=int)", "score.new_full((), 2, dtype=float)"),
+        *("torch.tensor(2.5, dtype=float)", "torch.scalar_tensor(2) ** (-kv_idx)", "table[kv_idx].softmax(0, float)[1]"),
+        *("kv_idx.type_as(table[kv_idx])", "(score + 0.5).to(table[kv_idx].long())", "(score + 0.5).type_as(kv_idx)", "kv_idx.to(table)"),
+        *("(table[kv_idx] / 4).type_as(kv_idx).sum()", "table.to(kv_idx).sum()", "torch.as_tensor(score) + 1"),
+    ],
+)
+def test_dtypes_by_other_names(expression):
+    """Python's types, tensors' types of old, and tensors that have the dtype: as torch takes them, a row's shape not."""
+    names = {"torch": torch, "table": TABLE}
+    mod = eval(f"lambda score, b, h, q_idx, kv_idx: score + ({expression}) * 1.0", names)
+    found = evaluate_mod(mod, torch.full((1, 1, 1, 5), 0.75)).flatten()
+    for j in range(5):
+        wanted = 0.75 + eval(expression, names, {"score": torch.tensor(0.75), "kv_idx": torch.tensor(j)}) * 1.0
+        assert found[j] == wanted.float() and wanted.ndim == 0, j
+
+
+def test_another_type_is_another_trace():
+    holder = {"kind": int}
+    halves = torch.full((1, 1, 1, 1), 1.5)
+    found = []
+    for kind in (int, float, torch.BoolTensor, int):
+        holder["kind"] = kind
+        found.append(evaluate_mod(lambda score, b, h, q_idx, kv_idx: score.to(holder["kind"]) * 1.0, halves).item())
+    assert found == [1.0, 1.5, 1.0, 1.0]

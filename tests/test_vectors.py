@@ -189,6 +189,71 @@ def test_sizes_of_a_part():
     assert evaluate_mod(mod, torch.zeros(1, 1, 1, 1)).item() == 12000 + 300 + 40 + 2 + 12
 
 
+NUMBERS_IN_TENSORS = [
+    *("(place[kv_idx] * 2)[n]", "(pairs[kv_idx] * 1)[n - 1, 2]", "(pairs[kv_idx] * 1)[n - 1].sum()", "(place[kv_idx] * 1)[two.max()]"),
+    *("place[kv_idx, :n].sum()", "place[kv_idx][:n].sum()", "place[kv_idx, ::n].sum()", "(pairs[kv_idx] * 1)[:, n].sum()"),
+    *("(place[kv_idx] * 1).narrow(0, n - 1, 2).sum()", "(place[kv_idx] * 1).select(0, n)", "(place[kv_idx].roll(n) * place[kv_idx]).sum()"),
+    *("(pairs[kv_idx] * 1).split(n)[0].sum()", "place[kv_idx].chunk(n)[0].sum()", "place[kv_idx].repeat(n).sum()"),
+    *(
+        "pairs[kv_idx].flatten().view(n, -1)[0].sum()",
+        "(pairs[kv_idx] * 1).flip(n - 1)[0, 0]",
+        "pairs[kv_idx].transpose(0, n - 1)[0].sum()",
+    ),
+    *(
+        "torch.stack([place[kv_idx], place[q_idx]], n - 1)[1].sum()",
+        "pairs[kv_idx].cumsum(n - 1)[1].sum()",
+        "pairs[kv_idx].argmax(n - 1).sum()",
+    ),
+    *("score.expand(n).sum()", "pairs[kv_idx].softmax(n - 1)[0, 1]", "place[kv_idx].norm(p=n)", "place[kv_idx].norm(n * 1.0)"),
+    *(
+        "place[kv_idx].max(n).sum()",
+        "torch.max(place[kv_idx], n).sum()",
+        "pairs[kv_idx].sum(n - 1)[0]",
+        "pairs[kv_idx].diagonal(n - 1).sum()",
+    ),
+]
+
+
+@pytest.mark.parametrize("expression", NUMBERS_IN_TENSORS)
+def test_a_number_in_a_tensor_is_read_at_every_call(expression):
+    """As an index, an end of a slice, a size or a dimension of a vector, whether it is another tensor or changed in place."""
+    place, pairs = torch.randn(4, 3), torch.randn(4, 2, 3)
+    one, changed = torch.tensor(1), torch.tensor(2)
+    for n in (one, torch.tensor(2), changed, one, changed.fill_(1)):
+        names = {"torch": torch, "place": place, "pairs": pairs, "n": n, "two": torch.stack([torch.zeros_like(n), n])}
+        mod = eval(f"lambda score, b, h, q_idx, kv_idx: score + {expression}", names)
+        found = evaluate_mod(mod, torch.ones(1, 1, 4, 4))
+        wanted = [eval(expression, names, {"score": torch.ones(()), "q_idx": i, "kv_idx": j}) for i in range(4) for j in range(4)]
+        torch.testing.assert_close(found.flatten(), 1 + torch.stack(wanted).float(), msg=f"{expression} with {n}")
+
+
+def test_a_place_in_a_tensor_compiles_nothing():
+    table = torch.randn(4, 3)
+    graphs = {id(bind(mod_of("score + (table[kv_idx] * 2)[n]", table=table, n=torch.tensor(n)), "score")[0]) for n in range(3)}
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("score.sum()", "score.mean(0)", "torch.max(score)", "score.amax(-1)", "torch.any(score > 0) * 2.0", "(kv_idx > 1).all() * 2.0"),
+        *(
+            "kv_idx.sum()",
+            "torch.max(score, kv_idx * 1.0)",
+            "score.prod()",
+            "(score * 2).sum(dtype=torch.int32)",
+            "score.sum(0, keepdim=True)",
+        ),
+    ],
+)
+def test_a_scalar_is_reduced_to_itself(expression):
+    scores = torch.randn(1, 1, 1, 3)
+    found = evaluate_mod(mod_of(f"score + {expression}"), scores).flatten()
+    for j in range(3):
+        score = scores[0, 0, 0, j]
+        assert found[j] == (score + eval(expression, {"torch": torch, "score": score, "kv_idx": torch.tensor(j)})).float()
+
+
 def test_another_length_of_vectors_is_another_kernel_and_other_tensors_are_not():
     def mod(place):
         return lambda score, b, h, q_idx, kv_idx: score - (place[q_idx] - place[kv_idx]).abs().sum(-1)
@@ -214,6 +279,7 @@ def test_another_length_of_vectors_is_another_kernel_and_other_tensors_are_not()
         ("score + weights[[h, h + 1]].sum()", "a tensor is indexed by a list of symbols"),
         ("score + place[q_idx, [0, 3]].sum()", r"an index of \[0, 3\] into a dimension of 3 elements"),
         ("score + place[q_idx, [True, False, True]].sum()", r"an index of \[True, False, True\]"),
+        ("score + place[q_idx, torch.tensor([1, 0, 1], dtype=torch.uint8)].sum()", "an index of torch.uint8, which torch takes for a mask"),
         ("score + table[[0, 1], q_idx, [0, 1, 2]].sum()", "torch refuses an index: shape mismatch"),
     ],
 )

@@ -6,7 +6,10 @@ every later call.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
+from collections.abc import Callable
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -14,17 +17,18 @@ from torch.overrides import TorchFunctionMode
 from . import ops
 from .current import Operations, Run, applied, running
 from .errors import ModError, call_problem
-from .methods import METHOD_OF, METHODS, unsupported
+from .methods import METHOD_OF, METHODS, unsupported, with_dtypes
 from .nodes import apply, literal_tensor, to_expr, with_named
 from .op import Op
 from .program import NUMBERS
 from .purity import FACTORIES
 from .randomness import draws_in_torch, is_off, refused, title
 from .stand_ins import HostNumber
-from .symbols import Sym, TensorView, Vector
+from .symbols import Sym, TensorView, Vector, changed
 from .vector_functions import FUNCTIONS as VECTOR_FUNCTIONS
 from .vector_functions import apply_to_vectors, takes_vectors
 from .vector_moves import MOVES, indexed
+from .vectors import REDUCTIONS
 
 
 class Mode(TorchFunctionMode):
@@ -61,7 +65,8 @@ _PLAIN_ATTRIBUTES = {
     torch.Tensor.is_cuda.__get__,
     torch.Tensor.layout.__get__,
 }
-_LIKE = (torch.Tensor.to, torch.Tensor.type_as)  # a captured tensor on the device, and in the dtype, of a symbol
+_LIKE = (torch.Tensor.to, torch.Tensor.type_as, "to", "type_as")  # with a tensor: on the device of that, and in its dtype
+_DETACH = ops.FUNCTIONS[torch.detach]
 _FROM_NUMBER = {torch.tensor, torch.scalar_tensor, torch.as_tensor}
 
 
@@ -74,9 +79,15 @@ def dispatch(function, args: tuple, kwargs: dict):
         if _symbolic(args) or _symbolic(tuple(kwargs.values())):
             return args[0] if args else kwargs["input"]
     in_kernel = _symbolic(args) or _symbolic(tuple(kwargs.values()))
-    if function in _LIKE and len(args) == 2 and isinstance(args[0], torch.Tensor) and isinstance(args[1], (Sym, TensorView, Vector)):
-        function, args, in_kernel = torch.Tensor.to, (args[0], args[1].device, args[1].dtype), False
+    args, kwargs = with_dtypes(function, args, kwargs)
+    if in_kernel and function in _LIKE:
+        args, kwargs = _as_dtype(args, kwargs)
+        function, in_kernel = torch.Tensor.to, _symbolic(args[:1])
     row = ops.METHODS.get(function) if isinstance(function, str) else ops.FUNCTIONS.get(function)
+    if row is _DETACH and type(args[0]) is Sym:
+        found = apply(row, args, kwargs)
+        trace.shared.append((args[0], found))
+        return found
     if in_kernel and takes_vectors(function, args, kwargs, row is not None):
         _refuse_out(function, kwargs)
         return apply_to_vectors(function, args, kwargs)
@@ -84,7 +95,7 @@ def dispatch(function, args: tuple, kwargs: dict):
         return _expand(row, args, kwargs)
     with torch._C.DisableTorchFunction():
         if function in _FROM_NUMBER and args and isinstance(args[0], (*NUMBERS, HostNumber, Sym)):
-            return literal_tensor(args[0], kwargs.get("dtype"))
+            return _number_tensor(function, args[0], kwargs.get("dtype"))
         if in_kernel:
             return _kernel_side(function, row, args, kwargs)
         if function in (torch.zeros, torch.ones, torch.full) and args and args[0] == ():
@@ -95,18 +106,45 @@ def dispatch(function, args: tuple, kwargs: dict):
         return trace.host(function, args, kwargs, getattr(function, "__name__", "value"))
 
 
+def _as_dtype(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of `x.to(...)` or `x.type_as(...)`, with the dtype of a tensor in place of that, and its device where x is captured."""
+    like = next((v for v in (*args[1:], *kwargs.values()) if isinstance(v, (torch.Tensor, Sym, TensorView, Vector))), None)
+    if like is None:
+        return args, kwargs
+    return (args[0], *(() if _symbolic(args[:1]) else (like.device,)), like.dtype), {}
+
+
+def _number_tensor(function, value, dtype: torch.dtype | None) -> Sym:
+    """A number, or a symbol, as a tensor of no dimension."""
+    if type(value) is Sym and function is torch.as_tensor and dtype in (None, value.dtype):
+        return value
+    return literal_tensor(value, dtype or (torch.get_default_dtype() if function is torch.scalar_tensor else None))
+
+
 def _expand(row: Op, args: tuple, kwargs: dict):
     """A row written in terms of others: run it, torch functions and all, on the symbols."""
     with torch._C.DisableTorchFunction():
         args = tuple(Sym(to_expr(a)) if isinstance(a, torch.Tensor) else a for a in args)
         kwargs = {k: Sym(to_expr(v)) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     _refuse_out(row.torch, kwargs)
+    args, place = with_named(args, kwargs), _place_of_inplace(row.expand)
+    in_place = kwargs.get("inplace") or place is not None and len(args) > place and args[place]
     try:
-        return row.expand(*with_named(args, kwargs), **kwargs)
+        found = row.expand(*args, **kwargs)
     except (TypeError, ValueError) as error:
         if isinstance(error, ModError):
             raise
         raise Run.current.error(call_problem(error, row.name)) from None
+    if in_place and found is not args[0]:
+        changed(args[0])
+    return found
+
+
+@functools.cache
+def _place_of_inplace(expand: Callable) -> int | None:
+    """Which argument of a function says whether it changes its operand in place."""
+    names = list(inspect.signature(expand).parameters)
+    return names.index("inplace") if "inplace" in names else None
 
 
 def _kernel_side(function, row: Op | None, args: tuple, kwargs: dict):
@@ -134,7 +172,7 @@ def _name_of(function) -> str:
 def _method(symbol: Sym | TensorView | Vector, name: str):
     if draws_in_torch(name):
         raise refused(title(name), running().source(), running().kind)
-    for_vectors = name in (MOVES if type(symbol) is Sym else VECTOR_FUNCTIONS)
+    for_vectors = name in (MOVES | REDUCTIONS if type(symbol) is Sym else VECTOR_FUNCTIONS)
     if not (for_vectors or name in METHODS or name in ops.METHODS):
         raise unsupported(f"Tensor.{name}")
     return lambda *args, **kwargs: dispatch(name, (symbol, *args), kwargs)

@@ -10,6 +10,7 @@ from .expr import walk
 from .integers import may_leave_int32, with_indices
 from .nodes import cast, literal_tensor, to_expr
 from .ops import supported_operations
+from .stand_ins import same_one, value_of
 from .symbols import Sym
 
 
@@ -46,13 +47,43 @@ def _cast_to(dtype: torch.dtype):
     return lambda symbol, **_: _cast(symbol, dtype)
 
 
+_PYTHONS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def with_dtypes(function, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of a function with dtypes in place of what torch takes for these: Python's types, and those of tensors of old."""
+    if any(map(_is_type, (*args[1:], *kwargs.values()))):
+        args, kwargs = (*args[:1], *map(_as_dtype, args[1:])), {k: _as_dtype(v) for k, v in kwargs.items()}
+    if function in ("type", torch.Tensor.type) and len(args) > 1 and isinstance(args[1], str):
+        kind = getattr(torch, args[1].rpartition(".")[2], None)
+        args = (args[0], _as_dtype(kind), *args[2:]) if _is_type(kind) else args
+    return args, kwargs
+
+
+def _is_type(value) -> bool:
+    value = value_of(value)
+    return isinstance(value, type) and (value in _PYTHONS or isinstance(value, _OF_OLD))
+
+
+def _as_dtype(value):
+    if not _is_type(value):
+        return value
+    value = same_one(value)
+    return _PYTHONS.get(value) or value.dtype
+
+
+_OF_OLD = type(torch.FloatTensor)
+
+
 def _to(symbol, *args, dtype=None, **_):
-    for a in args:
-        if isinstance(a, torch.dtype):
-            dtype = a
-        elif isinstance(a, (Sym, torch.Tensor)):
-            dtype = a.dtype
+    dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
     return symbol if dtype is None else _cast(symbol, dtype)
+
+
+def _type(symbol, dtype=None, *_, **__):
+    if not isinstance(dtype, torch.dtype):
+        raise running().error(f"type({'' if dtype is None else repr(dtype)})", "Write .to(dtype), and .dtype for what it has.")
+    return _cast(symbol, dtype)
 
 
 def _like(fill):
@@ -92,7 +123,7 @@ def _scalar_shape(shape: tuple) -> None:
 METHODS = {
     **{name: _cast_to(dtype) for name, dtype in _CASTS.items()},
     "to": _to,
-    "type": _to,
+    "type": _type,
     "type_as": _to,
     "zeros_like": _like(0),
     "ones_like": _like(1),

@@ -16,7 +16,7 @@ import torch
 
 from .current import Symbolic, applied
 from .operators import BINARY, COMPARISONS, UNARY, function_of
-from .program import HostProgram, Made, Untrackable, number_guard
+from .program import HostProgram, Made, Untrackable, number_guard, same_object
 
 
 class Reader(Protocol):
@@ -202,6 +202,16 @@ def pinned(value):
     if isinstance(state.value, np.generic):
         raise Untrackable(f"uses the value of {state.name}, a NumPy number")
     return state.reader.program.pin(state.place)
+
+
+def same_one(value):
+    """The object behind a stand-in, from now on this very object; anything else itself."""
+    if not is_stand_in(value):
+        return value
+    state = state_of(value)
+    if state.place is not None:
+        state.reader.program.guard(state.place, same_object(state.value))
+    return state.value
 
 
 def _step(stand_in: HostValue, function: Callable, *args):

@@ -105,17 +105,32 @@ def _in_place(function):
             )
         if (self.dtype, made.dtype) != (torch.int32, torch.int64):  # positions, which have int64 in torch
             made = made.to(self.dtype)
-        delattr(self, self._value)
+        changed(self)
         return made
 
     return assigned
+
+
+def changed(value: Symbolic) -> None:
+    """A value was changed in place. So are, in torch, all that share its memory: none of them can be used any more."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if type(value) is Vector and not callable(value._make):
+            left += value._make
+        try:
+            delattr(value, value._value)
+        except AttributeError:  # it cannot be used already
+            continue
+        left += [b if a is value else a for a, b in running().shared if value is a or value is b]
 
 
 def _missing(self, name: str):
     """An attribute that is no field, or the field of a value that was changed in place."""
     if name == self._value:
         raise running().error(
-            "a value is used after it was changed in place (by +=, *= and the like) under another name",
+            "a value is used after it was changed in place (by +=, *=, inplace=True and the like) under another name, or as a part of "
+            "another value",
             "Write x = x + y, which makes a new value and leaves the others; or use the changed name alone.",
         )
     if name.startswith("__"):

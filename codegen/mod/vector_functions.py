@@ -122,7 +122,8 @@ def _cosine_similarity(a, b, dim=1, eps=1e-8):
 
 def _reduction(name: str):
     def reduction(x, *args, **kwargs):
-        if name in ("max", "min") and (args and not isinstance(pinned_all(args[0]), int) or "other" in kwargs):
+        with_other = args and (isinstance(args[0], torch.Tensor) or not isinstance(pinned_all(args[0]), int))
+        if name in ("max", "min") and (with_other or "other" in kwargs):
             return getattr(torch, f"{name}imum")(x, *args, *kwargs.values())
         if name in ("max", "min") and (args or "dim" in kwargs):
             return extreme(x, *args, **kwargs, largest=name == "max")
@@ -155,6 +156,7 @@ FUNCTIONS = {  # and their names, for vectors, which have them as methods
 # what torch calls the operands of these functions, in the order in which they are given
 _OPERANDS = ("input", "tensors", "a", "x1", "x", "other", "tensor", "vec", "vec2", "mat2", "x2", "y")
 _JOINING = {name for name in JOINS} | {getattr(torch, name) for name in JOINS}
+_REDUCING = {name for name in REDUCTIONS} | {getattr(home, name, None) for name in REDUCTIONS for home in (torch.Tensor, torch)}
 _MOVING = {name for name in MOVES} | {getattr(home, name, None) for name in MOVES for home in (torch.Tensor, torch)}
 
 
@@ -175,6 +177,8 @@ def takes_vectors(function, args: tuple, kwargs: dict, is_row: bool) -> bool:
     if not any(type(v) is Sym for v in values):
         return False
     if function in _MOVING or function is torch.isin:
+        return True
+    if function in _REDUCING and (len(values) == 1 or not is_row):  # max and min of two are rows
         return True
     return (is_row or function in FUNCTIONS) and any(isinstance(v, torch.Tensor) and v.ndim for v in values)
 

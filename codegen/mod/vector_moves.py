@@ -92,6 +92,8 @@ def _along(tensor: torch.Tensor, dim: int, i) -> tuple[tuple | range, object]:
 def listed(index) -> tuple[list, torch.Size]:
     """The integers in a list, a vector or a tensor by which a dimension is indexed, and its shape. What lies in host memory is part of the
     trace, what lies elsewhere is read in the kernel."""
+    if isinstance(index, (torch.Tensor, Vector, TensorView)) and index.dtype in (torch.uint8, torch.bool):
+        raise running().error(f"an index of {index.dtype}, which torch takes for a mask", "Write .long(), or torch.where.")
     if isinstance(index, torch.Tensor) and index.device.type == "cpu" and index.numel() <= LARGEST:
         index = _of_stand_in(Run.current.host(torch.Tensor.tolist, (index,), {}, "tolist"))
     index = as_vector(index)
@@ -126,12 +128,13 @@ def moved(name: str, args: tuple, kwargs: dict):
     items: list[Sym] = []
     if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         raise running().error(f"Tensor.{name}(dtype) is not a supported operation", "Convert with .to(dtype).")
-    if name == "__getitem__" and _has_symbols(args[1]):
+    if name == "__getitem__" and (_has_symbols(args[1]) or _is_place(args[1])):
         return _chosen(as_vector(args[0]), args[1] if isinstance(args[1], tuple) else (args[1],))
     if name == "__getitem__":
         args = (args[0], *_by_numbers(args[1:]))
-    given = tuple(_numbers(a, items) for a in args[:1]), tuple(map(_shape_like, args[1:])), {k: _shape_like(v) for k, v in kwargs.items()}
-    items = _alike(items) if name in JOINS else items
+    shape_like = _tensor_like if name.endswith("_as") else _shape_like
+    given = tuple(_numbers(a, items) for a in args[:1]), tuple(map(shape_like, args[1:])), {k: shape_like(v) for k, v in kwargs.items()}
+    items = [Sym(i.expr) for i in _alike(items)] if name in JOINS else items  # new ones, which share no memory with those
     function = getattr(torch if name in JOINS else torch.Tensor, name, None) or getattr(torch, name)
     with Unseen(), Unrecorded():
         try:
@@ -143,7 +146,7 @@ def moved(name: str, args: tuple, kwargs: dict):
 
 def _chosen(vector: Vector, index: tuple):
     """A vector indexed by symbols in its first dimensions: they are compared with all places. Outside it is 0, as captured tensors are."""
-    index = tuple(map(pinned_all, index))
+    index = tuple(Sym(to_expr(i)) if _is_number(i) else pinned_all(i) for i in index)
     if len(index) > vector.ndim or not all(type(i) in (Sym, int) for i in index):
         raise running().error("a vector is indexed by symbols beside others than numbers", "Index the captured tensor by them.")
     found = vector
@@ -195,12 +198,15 @@ def _numbers(value, items: list[Sym]):
 
 
 def _shape_like(value):
-    """An argument beside what is moved: a tensor there says a shape."""
+    """An argument beside what is moved: a tensor with dimensions says a shape there, one without is a number."""
     value = as_vector(value)
-    if isinstance(value, (Vector, Sym)):
-        with Unseen(), Unrecorded():
-            return torch.empty(tuple(value.shape), device="cpu")
-    return pinned_all(value)
+    return _tensor_like(value) if isinstance(value, (Vector, Sym)) else pinned_all(value)
+
+
+def _tensor_like(value) -> torch.Tensor:
+    """A tensor that has a shape alone."""
+    with Unseen(), Unrecorded():
+        return torch.empty(tuple(value.shape), device="cpu")
 
 
 def _elements(numbers, items: list[Sym]):
@@ -211,6 +217,17 @@ def _elements(numbers, items: list[Sym]):
     if not numbers.ndim:
         return items[numbers.item()]
     return Vector([items[i] for i in numbers.flatten().tolist()], numbers.shape)
+
+
+def _is_number(i) -> bool:
+    """Is an index a captured tensor that holds an integer?"""
+    return isinstance(i, torch.Tensor) and not i.ndim and i.dtype not in (torch.bool, torch.uint8) and not i.is_floating_point()
+
+
+def _is_place(index) -> bool:
+    """Is it the place of an element that captured tensors say? A kernel reads those, so that another place compiles nothing."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(map(_is_number, parts)) and all(_is_number(i) or type(i) is int for i in parts)
 
 
 def _has_symbols(index) -> bool:

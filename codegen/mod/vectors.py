@@ -67,13 +67,15 @@ def size_of(tensor: torch.Tensor, dim: int) -> int:
 
 
 def pinned_all(value):
-    """An argument as Python has it: numbers in it are part of the trace from now on."""
+    """An argument as Python has it: numbers in it, those in captured tensors, too, are part of the trace from now on."""
     if type(value) in (list, tuple):
         return type(value)(map(pinned_all, value))
     if isinstance(value, slice):
         return slice(*map(pinned_all, (value.start, value.stop, value.step)))
     if isinstance(value, torch.SymInt):
         return int(value)
+    if isinstance(value, torch.Tensor) and not value.ndim:
+        value = Run.current.host(torch.Tensor.item, (value,), {}, "item")
     return pinned(value) if is_stand_in(value) else value
 
 
@@ -148,6 +150,8 @@ def reduced(name: str, vector, dim=None, keepdim: bool = False, *, dtype: torch.
     vector, dims = as_vector(vector), pinned_all(dim)
     vector = vector if dtype is None else vector.to(dtype)
     dims = range(vector.ndim) if dims is None or dims in ((), []) else dims if isinstance(dims, (tuple, list)) else (dims,)
+    if type(vector) is Sym and set(dims) <= {0, -1}:
+        return _joined(name, [vector], dtype)
     if not all(-vector.ndim <= d < vector.ndim for d in dims):
         raise running().error(f"{name} with dim={dim} of a tensor of shape {tuple(vector.shape)}", "It has no such dimension.")
     dims = sorted({d % vector.ndim for d in dims})
@@ -160,7 +164,7 @@ def reduced(name: str, vector, dim=None, keepdim: bool = False, *, dtype: torch.
     with Unseen(), Unrecorded():
         numbers = torch.arange(vector.numel(), device="cpu").view(vector.shape).permute(*kept, *dims)
         groups = numbers.reshape(max(1, torch.Size(shape).numel()), -1).tolist()
-    found = [_joined(name, [vector.items[i] for i in group], dtype) for group in groups]
+    found = [Sym(_joined(name, [vector.items[i] for i in group], dtype).expr) for group in groups]
     return Vector(found, shape) if shape else found[0]
 
 
