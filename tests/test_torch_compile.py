@@ -206,6 +206,31 @@ def test_numbers_of_mods_that_become_symbols(name):
         torch.testing.assert_close(compiled(*inputs("cpu"), n, x), call(*inputs("cpu"), n, x), atol=1e-5, rtol=1e-4)
 
 
+CALLS_WITH_A_WINDOW = {
+    "mask_mod": lambda x, w: flexpress.flex_attention(x, x, x, mask_mod=lambda b, h, i, j: (i >= j) & (i - j < w)),
+    "score_mod": lambda x, w: flexpress.flex_attention(x, x, x, lambda s, b, h, i, j: torch.where(i - j < w, s, -3.0) + (i + w >= j)),
+    "block mask": lambda x, w: flexpress.flex_attention(
+        x, x, x, block_mask=flexpress.create_block_mask(lambda b, h, i, j: i - j < w, None, None, 8, 8, "cpu")
+    ),
+    "packed": lambda x, w: flexpress.varlen_attention(
+        *[x[0].transpose(0, 1)] * 3, torch.tensor([0, 3, 8]), mask_mod=lambda b, h, i, j: (i >= j) & (i - j < w)
+    ),
+    "cached": lambda x, w: flexpress.cached_attention(
+        x, *[x.transpose(1, 2)] * 2, torch.tensor([8], dtype=torch.int32), mask_mod=lambda b, h, i, j: (i >= j) & (i - j < w)
+    ),
+}
+
+
+@pytest.mark.usefixtures("in_cpp")
+@pytest.mark.parametrize("name", CALLS_WITH_A_WINDOW)
+def test_numbers_that_become_symbols_may_leave_32_bits(name):
+    """A window of sys.maxsize, for none. No kernel takes such a number: it is part of one."""
+    call, x = CALLS_WITH_A_WINDOW[name], torch.randn(1, 2, 8, 16)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for window in (2, 3, sys.maxsize, -(2**31) - 1):
+        torch.testing.assert_close(compiled(x, window), call(x, window), msg=f"{name} with {window}")
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_what_a_mod_computes_of_numbers_alone(dynamic):
     """It is computed when the mod is traced, of numbers that are constants to torch's compiler (at first all, and infinity always)."""

@@ -16,10 +16,12 @@ from ..registry import Table
 from .expr import INDEX_BOUND, ExprTable, ModGraph, walk
 from .graph_mod import GraphMod
 from .integers import ANY_LENGTH, USUAL, WITHOUT_ROW, limits_of, too_large, with_indices
+from .program import fits_int32
 from .trace import known_graph
 
 _fit: dict[ModGraph, bool] = Table("mods of small integers", 4096)
 _suited: dict[tuple, ModGraph] = Table("mods in int64", 1024)
+_literal: dict[tuple, ModGraph] = Table("mods with large numbers", 256)
 
 
 def part_in_wide_integers(mod: Callable, bound: tuple[ModGraph, list], lengths: tuple[int, int] = ANY_LENGTH[2:]) -> Callable:
@@ -45,6 +47,8 @@ def in_wide_integers(mod: tuple[ModGraph, list], extents: tuple[int, ...]) -> tu
     if fit is None:
         fit = _fit[graph] = not too_large(graph.result, limits_of(graph.result))
     numbers = values[len(graph.tensors) :]
+    if has_large_numbers(mod):
+        return in_wide_integers(_with_literals(graph, values), extents)
     if fit and max(extents[2], extents[3]) <= INDEX_BOUND and (not numbers or max(map(abs, numbers)) <= USUAL):
         return mod
     numbers = [abs(v) if type(v) is int else 0 for v in numbers]
@@ -55,6 +59,33 @@ def in_wide_integers(mod: tuple[ModGraph, list], extents: tuple[int, ...]) -> tu
         limits = limits_of(graph.result, tuple(1 << n for n in bits), [(1 << n.bit_length()) - 1 for n in numbers])
         found = _suited[key] = _widened(graph, limits)
     return mod if found is graph else (found, values)
+
+
+def has_large_numbers(mod: tuple[ModGraph, list]) -> bool:
+    """Does a bound mod capture an integer that no kernel takes as an argument?"""
+    graph, values = mod
+    return bool(graph.scalars) and not all(map(fits_int32, values[len(graph.tensors) :]))
+
+
+def _with_literals(graph: ModGraph, values: list) -> tuple[ModGraph, list]:
+    """A bound mod whose integers beyond int32, which no kernel takes, are part of its graph. A graph that is traced again for such a number
+    has them so; one that torch's compiler recorded with a symbol gets any."""
+    first = len(graph.tensors)
+    large = {i: value for i, value in enumerate(values[first:]) if not fits_int32(value)}
+    kept = [i for i in range(len(graph.scalars)) if i not in large]
+    key = graph, tuple(large.items())
+    found = _literal.get(key)
+    if found is None:
+        table, made = ExprTable(), {}
+        for node in walk(graph.result):
+            args, op, attr = tuple(made[id(a)] for a in node.args), node.op, node.attr
+            if op == "scalar":
+                op, attr = ("literal", large[attr]) if attr in large else (op, kept.index(attr))
+            made[id(node)] = table.make(op, args, node.dtype, attr, node.weak, node.source)
+        scalars = tuple(graph.scalars[i] for i in kept)
+        result = made[id(graph.result)]
+        found = _literal[key] = known_graph(graph.kind, graph.name, graph.origin, result, graph.tensors, scalars)
+    return found, [*values[:first], *(values[first + i] for i in kept)]
 
 
 def _widened(graph: ModGraph, limits: dict[int, tuple[int, int]]) -> ModGraph:
