@@ -9,6 +9,7 @@ from flexpress.checks import DTYPES, check_are_tensors
 from flexpress.kv_cache import readable
 from flexpress.rope import check_reached, check_rope
 
+from .codegen.mod.tensors import is_transformed
 from .codegen.run.call import Cached
 from .codegen.run.update_cache import update
 
@@ -35,7 +36,8 @@ def apply_rope(
     check         look at what positions and cu_seqlens_q hold, and raise ValueError for positions that rope has no row for. By default on
                   the CPU; unchecked, positions before the table's take its first row and those behind its last one
 
-    Returns a tensor like x, computed in float32. Differentiable in x, any number of times. An operator, torch.ops.flexpress.apply_rope, for
+    Returns a tensor like x, computed in float32. Differentiable in x, any number of times, by torch.func and in forward mode,
+    too. An operator, torch.ops.flexpress.apply_rope, for
     torch.compile and torch.export.
     Raises ValueError or TypeError for arguments, NotImplementedError for kinds of tensors that kernels cannot read, and for a rope that
     requires grad.
@@ -45,7 +47,37 @@ def apply_rope(
     check_are_tensors(x=x, rope=rope, positions=positions)
     if cu_seqlens_q is not None:
         check_are_tensors(cu_seqlens_q=cu_seqlens_q)
+    if is_transformed():  # torch.func and forward mode do not look into operators
+        return _in_torch(x, rope, positions, cu_seqlens_q, interleaved, rope_tail)
     return torch.ops.flexpress.apply_rope(x, rope, positions, cu_seqlens_q, interleaved, rope_tail, check)
+
+
+def _in_torch(x, rope, positions, cu_seqlens_q, interleaved: bool, rope_tail: bool) -> torch.Tensor:
+    """The same in torch's operations."""
+    if x.ndim not in (3, 4) or x.dtype not in DTYPES or rope.ndim != 3 or not 1 <= rope.shape[1] <= x.shape[-1] // 2 or rope.shape[2] != 2:
+        raise ValueError(
+            "apply_rope takes x (B, H, Q_LEN, D) or (T, H, D) of float16, bfloat16 or float32 and a rope from rope_table (positions, "
+            f"rope_dim / 2, 2) with rope_dim up to D, got {described(x)} and {described(rope)}"
+        )
+    there = None
+    if x.ndim == 4:
+        at = positions[:, None] + torch.arange(x.shape[2], device=x.device)
+    elif cu_seqlens_q is None:
+        at = positions
+    else:
+        tokens = torch.arange(x.shape[0], device=x.device)
+        sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True)
+        there, sequence = sequence < positions.shape[0], sequence.clamp(max=positions.shape[0] - 1)
+        at = positions[sequence] + tokens - cu_seqlens_q[sequence]
+    cos, sin = rope[at.clamp(0, rope.shape[0] - 1)].unsqueeze(-4 if x.ndim == 4 else -3).unbind(-1)
+    width = 2 * rope.shape[-2]
+    first = x.shape[-1] - width if rope_tail else 0
+    part = x[..., first : first + width].float()
+    a, b = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
+    pairs = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+    turned = torch.cat([x[..., :first], turned.to(x.dtype), x[..., first + width :]], -1)
+    return turned if there is None else torch.where(there[:, None, None], turned, x)
 
 
 @torch.library.custom_op("flexpress::apply_rope", mutates_args=())

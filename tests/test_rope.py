@@ -131,6 +131,14 @@ def test_any_turn(p, device):
     if p.after:
         assert torch.equal(found[-p.after :], x[-p.after :])
 
+    def turn(x):
+        return apply_rope(x, rope, torch.tensor(p.firsts, **int32), **where, interleaved=p.interleaved, rope_tail=p.tail)
+
+    value, tangent = torch.func.jvp(turn, (x.detach(),), (d_turned,))  # it is linear in x
+    assert relative_error(value, expected.detach()) <= eps and relative_error(tangent, turn(d_turned).double()) <= 2 * eps
+    (gradient,) = torch.func.vjp(turn, x.detach())[1](d_turned)
+    assert relative_error(gradient, exact.grad) <= eps
+
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_operator_is_well_made(device):
