@@ -213,7 +213,7 @@ def pushed(problem: Problem, x, direction) -> tuple:
 
 def second(problem: Problem, x, d_out, d_lse, direction, needs) -> tuple[list[Given], tuple]:
     """What Second gives: for x, None where not needed, and the tangents of out and lse."""
-    wanted = tuple(i for i, needed in enumerate(needs[3:]) if needed)
+    wanted = _learned(problem, needs)
     *found, out_t, lse_t = Second.apply(problem, wanted, d_out, d_lse, *x, *direction)
     return _spread(found, wanted, needs), (out_t, lse_t)
 
@@ -223,9 +223,15 @@ def gradients_of(problem: Problem, saved, d_out, d_lse, needs) -> list[Given]:
     out, rows, *x = saved
     if (d_out is None and d_lse is None) or not any(needs):
         return [None] * len(x)
-    wanted = tuple(i for i, needed in enumerate(needs[3:]) if needed)
+    wanted = _learned(problem, needs)
     d_out = torch.zeros_like(out) if d_out is None else d_out
     return _spread(Gradients.apply(problem, wanted, d_out, d_lse, out, rows, *x), wanted, needs)
+
+
+def _learned(problem: Problem, needs) -> tuple[int, ...]:
+    """Which captured tensors get a gradient: of those that need one, score_mod's. What mask_mod captures has none."""
+    count = len(problem.score[0].tensors) if problem.score else 0
+    return tuple(i for i, needed in enumerate(needs[3 : 3 + count]) if needed)
 
 
 def _spread(found, wanted: tuple[int, ...], needs) -> list[Given]:

@@ -80,6 +80,8 @@ class CallVariable(TorchHigherOrderOperatorVariable):
 
         if any(is_traceable_wrapper_subclass(proxy.node.meta["example_value"]) for proxy in inputs.proxies):
             raise Unsupported(f"{name} of DTensors, or of other tensors that stand for some, is no operator: it runs outside of the graph")
+        if torch.autograd.forward_ad._current_level >= 0:
+            raise Unsupported(f"{name} in forward mode is no operator, which would have no tangent: it runs outside of the graph")
 
         def call(*values):
             return function(**{key: make(values) for key, make in makers.items()})

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as torchs
 
 import flexpress
@@ -343,3 +344,28 @@ def test_make_graphed_callables():
         for mine, other in zip(run_and_differentiate(graphed, (q, k, v)), expected, strict=True):
             for t, wanted in zip(mine, other, strict=True):
                 torch.testing.assert_close(t, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inside", [True, False], ids=["level inside", "level outside"])
+def test_forward_mode_around_a_compiled_call_and_in_it(backend, inside):
+    """An operator has no tangent: such a call is a graph break."""
+    q, k, v, direction = torch.randn(4, 1, 1, 8, 16).unbind()
+
+    def attend(q):
+        return flex_attention(q, k, v) + q
+
+    def tangent(attend):
+        def run(q, direction):
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(attend(forward_ad.make_dual(q, direction))).tangent
+
+        return run
+
+    torch._dynamo.reset()
+    wanted = tangent(attend)(q, direction)
+    if inside:
+        found = torch.compile(tangent(attend), backend=backend)(q, direction)
+    else:
+        found = tangent(torch.compile(attend, backend=backend))(q, direction)
+    torch.testing.assert_close(found, wanted)

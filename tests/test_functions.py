@@ -276,6 +276,49 @@ def test_captured_tensors_that_only_steps_read(device):
         assert g.shape == steps.shape and not g.any()
 
 
+READERS = {  # score_mods beside a mask_mod that reads `reach`
+    "the mask alone": lambda reach, weight: None,
+    "both mods": lambda reach, weight: lambda score, b, h, q_idx, kv_idx: score + reach[h] * kv_idx,
+    "each its own": lambda reach, weight: lambda score, b, h, q_idx, kv_idx: score + weight[h] * kv_idx,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", READERS)
+def test_what_a_mask_reads_may_require_a_gradient(name, device):
+    """Through the mask there is none, by torch.func, in second derivatives and behind a tangent."""
+    q, k, v = torch.randn(3, 1, 2, 8, 16, device=device).unbind()
+    given = q, torch.tensor([2.0, 5.0], device=device), torch.rand(2, device=device)
+
+    def loss_of(attend):
+        def loss(q, reach, weight):
+            out = attend(q, k, v, READERS[name](reach, weight), lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + reach[h])
+            return out.square().sum() + 0 * (reach.sum() + weight.sum())
+
+        return loss
+
+    def penalty(loss):
+        x = [t.clone().requires_grad_() for t in given]
+        first = torch.autograd.grad(loss(*x), x, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first if g.requires_grad), x, allow_unused=True)
+
+    def behind_a_tangent(loss):
+        x = [t.clone().requires_grad_() for t in given]
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(loss(forward_ad.make_dual(x[0], torch.ones_like(x[0])), *x[1:])).tangent
+            return torch.autograd.grad(tangent, x[0])
+
+    ours = loss_of(lambda q, k, v, s, m: flex_attention(q, k, v, s, mask_mod=lambda b, h, i, j: m(b, h, i, j)))
+    exact = loss_of(lambda q, k, v, s, m: dense_attention(q, k, v, s, m)[0])
+    for derivative in (grad(ours, (0, 1, 2)), jacrev(ours, (0, 1, 2))):
+        for found, wanted in zip(derivative(*given), grad(exact, (0, 1, 2))(*given), strict=True):
+            torch.testing.assert_close(found, wanted.to(found.dtype), rtol=1e-3, atol=1e-3)
+    for of in (penalty, behind_a_tangent):
+        for found, wanted in zip(of(ours), of(exact), strict=True):
+            if wanted is not None:
+                torch.testing.assert_close(found, wanted.to(found.dtype), rtol=1e-3, atol=1e-2)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_not_there_is_refused_in_words(device):
     q = torch.randn(1, 1, 4, 8, device=device)
