@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 
-from flexpress import and_masks, cache_clear, explain, flex_attention, mods, noop_mask
+from flexpress import and_masks, cache_clear, evaluate_mod, explain, flex_attention, mods, noop_mask
 from flexpress.codegen.mod.bind import bind, why_every_call
 from flexpress.mods import compose_scores
 from support import captures
@@ -326,3 +326,21 @@ def test_classes_are_not_kept_alive():
     del Holder, one
     gc.collect()
     assert alive() is None and large() is None
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_an_object_is_called_by_a_method_of_its_class(kind):
+    if kind is staticmethod:
+
+        class Mod:
+            @staticmethod
+            def __call__(score, b, h, q_idx, kv_idx):
+                return score + kv_idx
+    else:
+
+        class Mod:
+            @classmethod
+            def __call__(cls, score, b, h, q_idx, kv_idx):
+                return score + kv_idx
+
+    assert evaluate_mod(Mod(), torch.zeros(1, 1, 1, 3)).flatten().tolist() == [0.0, 1.0, 2.0]

@@ -74,8 +74,9 @@ def check_parameters(mod, kind: str) -> None:
             raise mod_error(
                 f"{name_of(mod)} is {what}", f"Write a function that returns one scalar: {_SIGNATURES[kind]}.", definition_of(mod), kind
             )
+    bound = isinstance(inspect.getattr_static(type(mod), "__call__", None), (staticmethod, classmethod))
     try:
-        signature = inspect.signature(mod)
+        signature = inspect.signature(mod.__call__ if bound else mod)  # which takes the first parameter of such a __call__ for self
     except (TypeError, ValueError):
         return  # a builtin without a signature: calling it will tell
     try:
