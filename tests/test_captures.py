@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 
 import pytest
 import torch
@@ -388,3 +389,17 @@ def test_the_device_of_symbols_is_that_of_the_call(mod):
     assert cache_info().traces == before
     graph, values = bind(mod, "score", torch.device("meta"))
     assert {value.device.type for value in values if isinstance(value, torch.Tensor)} <= {"meta", "cpu"}
+
+
+def test_computing_with_elements_of_float64_is_a_warning():
+    """Kernels compute in float32, where times a second apart are equal. A cast says that this is meant."""
+    times, scores = 1.7e9 + torch.arange(5, dtype=torch.float64), torch.zeros(1, 1, 5, 5)
+    with pytest.warns(
+        UserWarning, match=r"score_mod captures times, a tensor of float64.*the difference from one of them.*test_captures.py:\d+"
+    ):
+        evaluate_mod(lambda score, b, h, q_idx, kv_idx: score - (times[q_idx] - times[kv_idx]), scores)
+    near = (times - times[0]).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate_mod(lambda score, b, h, q_idx, kv_idx: score - (near[q_idx] - near[kv_idx]), scores)
+        evaluate_mod(lambda score, b, h, q_idx, kv_idx: score - times[kv_idx].float(), scores)

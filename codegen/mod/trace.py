@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +127,21 @@ def traced_once(mod, kind: str) -> tuple[Traced, list]:
     return Traced(_graph_of(mod, run, result), None, (), frozenset(run.codes)), run.values()
 
 
+def _warn_of_float64(run: TracingRun, result: Expr) -> None:
+    """Elements of float64 that are computed with lose half of their digits."""
+    tensors = list(run.tensors.values())
+    for node in walk(result):
+        loads = [a for a in node.args if a.op == "load" and tensors[a.attr].dtype == torch.float64]
+        if loads and node.op not in ("cast", "load"):
+            name, line = tensors[loads[0].attr].name, loads[0].source
+            warnings.warn(
+                f"{run.kind}_mod captures {name}, a tensor of float64, and mods compute in float32. Convert it before the call: "
+                f"{name}.float(), or of large numbers that are near each other, such as times, the difference from one of them.{f' {line}' if line else ''}",
+                stacklevel=2,
+            )
+            return
+
+
 def _result(run: TracingRun, mod) -> Expr:
     """What the mod gives for symbols. They are 0-dim: score is float32, b, h, q_idx and kv_idx are int32."""
     names = SCORE_SYMBOLS if run.kind == "score" else MASK_SYMBOLS
@@ -150,6 +166,8 @@ def _graph_of(mod, run: TracingRun, result: Expr) -> ModGraph:
     """The graph of a traced mod."""
     code = getattr(mod, "__code__", None)
     origin = SourceLine(code.co_filename, code.co_firstlineno, "") if isinstance(code, types.CodeType) else None
+    if any(t.dtype == torch.float64 for t in run.tensors.values()):
+        _warn_of_float64(run, result)
     return known_graph(run.kind, name_of(mod), origin, result, tuple(run.tensors.values()), tuple(run.scalars.values()))
 
 
