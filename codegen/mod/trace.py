@@ -136,7 +136,8 @@ def _warn_of_float64(run: TracingRun, result: Expr) -> None:
             name, line = tensors[loads[0].attr].name, loads[0].source
             warnings.warn(
                 f"{run.kind}_mod captures {name}, a tensor of float64, and mods compute in float32. Convert it before the call: "
-                f"{name}.float(), or of large numbers that are near each other, such as times, the difference from one of them.{f' {line}' if line else ''}",
+                f"{name}.float(), or of large numbers that are near each other, such as times, the difference from one of them."
+                f"{f' {line}' if line else ''}",
                 stacklevel=2,
             )
             return
