@@ -6,7 +6,6 @@ every later call.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -140,7 +139,6 @@ def _expand(row: Op, args: tuple, kwargs: dict):
     return found
 
 
-@functools.cache
 def _place_of_inplace(expand: Callable) -> int | None:
     """Which argument of a function says whether it changes its operand in place."""
     names = list(inspect.signature(expand).parameters)
