@@ -126,10 +126,10 @@ def update_cache(
 
 def _update(key, value, query, k_cache, v_cache, cached: Cached, q_offset, rope, interleaved: bool, rope_tail: bool) -> torch.Tensor | None:
     """update_cache of arguments that are checked."""
-    k, v = readable(key), readable(value)
+    k, v = (_apart(readable(t), k_cache, v_cache) for t in (key, value))
     q = q_out = None
     if rope is not None:
-        q = k[:, :0] if query is None else readable(query)
+        q = k[:, :0] if query is None else _apart(readable(query), k_cache, v_cache)
         q_out = torch.empty_like(q)
     turned = q_out
     if cached.cu_q is None:  # tokens before heads
@@ -140,6 +140,11 @@ def _update(key, value, query, k_cache, v_cache, cached: Cached, q_offset, rope,
     if not (k_cache.is_inference() or v_cache.is_inference()):  # these have no versions
         increment_version((k_cache, v_cache))  # so that autograd notices where it has saved one of them
     return None if query is None else q_out
+
+
+def _apart(tensor: torch.Tensor, *written: torch.Tensor) -> torch.Tensor:
+    """A tensor that is read while caches are written: a copy where it shares memory with them, as tokens that move in a cache."""
+    return tensor.clone() if any(torch._C._is_alias_of(tensor, cache) for cache in written) else tensor
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

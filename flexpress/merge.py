@@ -35,7 +35,7 @@ def merge_attention(
     largest = torch.where(torch.isneginf(largest), 0.0, largest)
     weights = (stacked - largest).exp()
     total = weights.sum(0)
-    seen = total > 0
+    seen = ~torch.isneginf(stacked).all(0)  # NaN is no sign of no keys
     total = torch.where(seen, total, 1.0)
     shares = (weights / total).unsqueeze(-1)
     out = sum(torch.where(share > 0, out.to(precision), 0.0) * share for out, share in zip(outs, shares, strict=True))

@@ -6,6 +6,10 @@
 // Operators take either, and give a vector where one is a vector. Integers wrap around (-fwrapv). Those of 8 and 16 bits are always vectors.
 #pragma once
 
+#if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
+#error "-ffast-math, -Ofast and -ffinite-math-only are not for these kernels: hidden keys have scores of -infinity"
+#endif
+
 #include <cstdint>
 #include <new>
 #include <type_traits>

@@ -30,6 +30,26 @@ def test_the_grid_follows_the_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [2, 20, 200])
+def test_tokens_may_move_in_a_cache(tokens, device):
+    """Keys, values and queries that are parts of the caches which are written: as copies of them."""
+    caches = torch.randn(2, 1, 320, 2, 8, device=device)
+    before, lengths = caches.clone(), torch.tensor([tokens + 1], dtype=torch.int32, device=device)
+    rope = rope_table(400, 8, device=device)
+    moved = [cache[:, :tokens].transpose(1, 2) for cache in caches]
+    update_cache(*moved, *caches, lengths)
+    assert torch.equal(caches[:, :, 1 : tokens + 1], before[:, :, :tokens]) and torch.equal(
+        caches[:, :, tokens + 1 :], before[:, :, tokens + 1 :]
+    )
+    caches.copy_(before)
+    turned = update_cache(*moved, *caches, lengths, rope=rope, query=caches[1, :, :tokens].transpose(1, 2))
+    parts = [cache[:, :tokens].transpose(1, 2) for cache in before]
+    others = torch.zeros_like(before)
+    wanted = update_cache(*parts, *others, lengths, rope=rope, query=parts[1])
+    assert torch.equal(turned, wanted) and torch.equal(caches[:, :, 1 : tokens + 1], others[:, :, 1 : tokens + 1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_row_that_is_not_there_has_no_pages(device):
     """Unchecked, such a sequence is not written, and no other sequence is either."""
     int32 = dict(dtype=torch.int32, device=device)

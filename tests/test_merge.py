@@ -68,6 +68,19 @@ def test_an_empty_part_is_not_read():
     assert torch.equal(d_out, torch.ones_like(out)) and not d_empty.any() and not d_poison.any()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_part_that_failed_is_seen_in_what_is_merged(bad):
+    """Only -inf says that a part has no keys. What is merged of others is NaN, however they are merged."""
+    outs, lses = torch.randn(3, 1, 2, 4, 8), torch.randn(3, 1, 2, 4)
+    lses[0, 0, 1] = bad
+    for parts in ([0, 1, 2], [2, 1, 0]):
+        out, lse = merge_attention([outs[i] for i in parts], [lses[i] for i in parts])
+        first = merge_attention([outs[i] for i in parts[:2]], [lses[i] for i in parts[:2]])
+        again = merge_attention([first[0], outs[parts[2]]], [first[1], lses[parts[2]]])
+        for found in (lse, out, again[1], again[0]):
+            assert found[0, 1].isnan().all() and found[0, 0].isfinite().all()
+
+
 def test_precisions():
     out, lse = torch.randn(2, 3, 4), torch.randn(2, 3)
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
