@@ -144,7 +144,7 @@ def _update(key, value, query, k_cache, v_cache, cached: Cached, q_offset, rope,
 
 def _apart(tensor: torch.Tensor, *written: torch.Tensor) -> torch.Tensor:
     """A tensor that is read while caches are written: a copy where it shares memory with them, as tokens that move in a cache."""
-    return tensor.clone() if any(torch._C._is_alias_of(tensor, cache) for cache in written) else tensor
+    return tensor.clone() if any(torch._C._is_alias_of(tensor, cache) for cache in written) else tensor  # type: ignore[attr-defined]
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
