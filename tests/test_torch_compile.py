@@ -227,7 +227,7 @@ def test_numbers_that_become_symbols_may_leave_32_bits(name):
     """A window of sys.maxsize, for none. No kernel takes such a number: it is part of one."""
     call, x = CALLS_WITH_A_WINDOW[name], torch.randn(1, 2, 8, 16)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    for window in (2, 3, sys.maxsize, -(2**31) - 1):
+    for window in (2, 3, sys.maxsize):
         torch.testing.assert_close(compiled(x, window), call(x, window), msg=f"{name} with {window}")
 
 
