@@ -1751,6 +1751,42 @@ VARIOUS = [
         named("sinks", "folded"),
         "a sink of -inf makes an empty row NaN",
     ),
+    Mutant(
+        "codegen/mod/vectors.py",
+        "if isinstance(value, torch.Tensor) and not value.ndim:",
+        "if False:",
+        named("vectors", "number_in_a_tensor"),
+        "a number in a tensor is that of the first call",
+    ),
+    Mutant(
+        "codegen/mod/symbols.py",
+        "            left += value._make",
+        "            left += ()",
+        named("mod_errors", "test_scores"),
+        "a view of what was changed in place has the old elements",
+    ),
+    Mutant(
+        "codegen/mod/wide.py",
+        "if has_large_numbers(mod):",
+        "if False:",
+        named("torch_compile", "32_bits"),
+        "an integer beyond int32 is cut",
+    ),
+    Mutant("flexpress/merge.py", "~torch.isneginf(stacked).all(0)", "total > 0", named("merge", "failed"), "NaN is taken for no keys"),
+    Mutant(
+        "flexpress/kv_cache.py",
+        "tensor.clone() if any(",
+        "tensor if any(",
+        named("kv_cache", "move"),
+        "tokens are read while they are written",
+    ),
+    Mutant(
+        "flexpress/derivatives.py",
+        "enumerate(needs[3 : 3 + count])",
+        "enumerate(needs[3:])",
+        named("functions", "mask_reads"),
+        "gradients are asked for of what a mask reads",
+    ),
 ]
 
 MUTANTS = [
