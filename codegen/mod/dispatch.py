@@ -83,8 +83,9 @@ def dispatch(function, args: tuple, kwargs: dict):
         args, kwargs = _as_dtype(args, kwargs)
         function, in_kernel = torch.Tensor.to, _symbolic(args[:1])
     row = ops.METHODS.get(function) if isinstance(function, str) else ops.FUNCTIONS.get(function)
-    if row is _DETACH and type(args[0]) is Sym:
-        found = apply(row, args, kwargs)
+    if row is _DETACH and args and type(args[0]) is Sym:
+        with torch._C.DisableTorchFunction():
+            found = apply(row, args, kwargs)
         trace.shared.append((args[0], found))
         return found
     if in_kernel and takes_vectors(function, args, kwargs, row is not None):

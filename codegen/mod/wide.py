@@ -47,10 +47,10 @@ def in_wide_integers(mod: tuple[ModGraph, list], extents: tuple[int, ...]) -> tu
     if fit is None:
         fit = _fit[graph] = not too_large(graph.result, limits_of(graph.result))
     numbers = values[len(graph.tensors) :]
-    if has_large_numbers(mod):
-        return in_wide_integers(_with_literals(graph, values), extents)
     if fit and max(extents[2], extents[3]) <= INDEX_BOUND and (not numbers or max(map(abs, numbers)) <= USUAL):
         return mod
+    if has_large_numbers(mod):
+        return in_wide_integers(_with_literals(graph, values), extents)
     numbers = [abs(v) if type(v) is int else 0 for v in numbers]
     bits = tuple(max(n - 1, 0).bit_length() for n in extents)
     key = graph, tuple(n.bit_length() for n in numbers), bits
