@@ -121,7 +121,7 @@ def packing_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, to
     """What cu_seqlens say, in two small kernels for queries and two for keys, without waiting for the device."""
 
     def read(cu_seqlens, total):
-        starts = cu_seqlens.to(torch.int32)
+        starts = cu_seqlens.to(torch.int32).contiguous()  # as the kernel reads them that makes blocks
         return starts, _sequences(starts[1:], total)
 
     starts_q, sequence_q = read(cu_seqlens_q, total_q)

@@ -250,3 +250,10 @@ def test_bad_arguments(case):
     with pytest.raises(error, match=message) as caught:
         varlen_attention(**{"q": X, "k": X, "v": X, "cu_seqlens_q": CU, **arguments})
     assert len(str(caught.value)) < 500
+
+
+def test_offsets_that_are_a_column_of_a_table():
+    """Sequences so long that blocks are made of where they begin."""
+    q, k, v = torch.randn(3, 600, 1, 8).unbind()
+    starts = torch.tensor([[0, 0], [300, 290], [600, 600]], dtype=torch.int32)[:, 0]
+    torch.testing.assert_close(varlen_attention(q, k, v, starts), varlen_attention(q, k, v, starts.contiguous()))
