@@ -19,7 +19,7 @@ from .codegen.device.devices import architecture_of
 from .codegen.device.memory import contiguous
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import read_captured
-from .codegen.mod.wide import at_any_length, has_large_numbers, in_wide_integers
+from .codegen.mod.wide import in_wide_integers
 from .codegen.run import prefill
 from .codegen.run.cached import serves_long_prompt
 from .codegen.run.cached_call import CachedCall
@@ -164,8 +164,6 @@ def _bound(mod: Callable | None, kind: str, device: torch.device, extents: tuple
     bound = bind(mod, kind, device)
     if extents:
         bound = in_wide_integers(bound, (*extents[:2], max(extents[2:]), extents[3]))
-    elif has_large_numbers(bound):
-        bound = at_any_length(bound)
     read_captured(bound, device, f"{kind}_mod")
     check_mod_learns_nothing(bound, kind)
     return bound

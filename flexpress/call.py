@@ -30,7 +30,7 @@ from flexpress.transformed import Transformed, transformed
 
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import are_plain, check_kind, is_transformed, read_captured, readable_inputs, recording
-from .codegen.mod.wide import has_large_numbers, in_wide_integers
+from .codegen.mod.wide import in_wide_integers
 from .codegen.run.call import Bound, ExtraInputs, Inputs
 from .codegen.run.forward import forward
 
@@ -103,7 +103,7 @@ def bound(
 def _bound_mod(mod: Callable, kind: str, inputs: Inputs, packed: tuple | None) -> tuple:
     """A mod's graph and what it captures. What is made of mods on sequences holds already (Packing)."""
     found = bind(mod, kind, inputs.device)
-    return found if packed and not has_large_numbers(found) else in_wide_integers(found, inputs.extents)
+    return found if packed else in_wide_integers(found, inputs.extents)
 
 
 def _extras(inputs: Inputs, packed: tuple | None, sinks: torch.Tensor | None, dropout: Dropout | None) -> ExtraInputs:

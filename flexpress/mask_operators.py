@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from flexpress.block_lists import made_transposed
-from flexpress.programs import on_device, read_graph_once, values_of
+from flexpress.programs import bound_graph, on_device, read_graph_once
 
 from .codegen.mod.tensors import read_captured
 from .codegen.mod.wide import in_wide_integers
@@ -44,7 +44,7 @@ def block_lists(
 def _mask(tensors: list[torch.Tensor], ints: list[int], floats: list[float], device: torch.device, text: str, extents: list[int]) -> tuple:
     """A bound mod of a text, whose integers hold for extents."""
     graph = read_graph_once(text)
-    bound_mod = graph, values_of(graph, iter(on_device(device, tensors)), iter(ints), iter(floats))
+    bound_mod = bound_graph(graph, iter(on_device(device, tensors)), iter(ints), iter(floats))
     read_captured(bound_mod, device, f"{graph.kind}_mod")
     return in_wide_integers(bound_mod, tuple(extents))
 

@@ -16,7 +16,7 @@ from .codegen.mod.expr import ModGraph
 from .codegen.mod.folded import folded_graph
 from .codegen.mod.tensors import looks_ordinary, read_captured, readable, untransformed
 from .codegen.mod.trace import traced_once
-from .codegen.mod.wide import has_large_numbers, in_wide_integers
+from .codegen.mod.wide import in_wide_integers
 from .codegen.plan.forward import Options
 from .codegen.run.block_lists import BlockLists
 from .codegen.run.call import Bound, Inputs
@@ -82,7 +82,7 @@ class Problem:
         graph, numbers = mod
         found = graph, [*tensors, *numbers]
         read_captured(found, inputs.device, where)
-        return found if self.packed and not has_large_numbers(found) else in_wide_integers(found, inputs.extents)
+        return found if self.packed else in_wide_integers(found, inputs.extents)
 
     def direction(self, bound: Bound, tangents) -> Direction:
         """Tangents of q, k, v and captured tensors as kernels take them; those of what mask_mod captures mean nothing."""

@@ -13,6 +13,7 @@ import torch
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.graph_mod import GraphMod
 from .codegen.mod.graph_text import read_graph, text_of
+from .codegen.mod.wide import with_fitting_numbers
 from .codegen.plan.forward import Options
 from .codegen.registry import remembered
 
@@ -67,7 +68,7 @@ class Program:
         score, mask = (None if text is None else read_graph_once(text) for text in (self.score, self.mask))
         found, left = [], tuple(map(iter, captures))
         for graph in (score, mask):
-            found.append(None if graph is None else GraphMod(graph, values_of(graph, *left)))
+            found.append(None if graph is None else GraphMod(*bound_graph(graph, *left)))
         return tuple(found)
 
 
@@ -113,7 +114,7 @@ def on_device(device: torch.device, tensors: list[torch.Tensor]) -> list[torch.T
     return [t.to(device) if t.ndim == 0 else t for t in tensors]
 
 
-def values_of(graph: ModGraph, tensors, ints, floats) -> list:
-    """What of those is the graph's, in its order."""
+def bound_graph(graph: ModGraph, tensors, ints, floats) -> tuple[ModGraph, list]:
+    """A graph with what of those is its own, in its order."""
     numbers = [next(floats) if s.kind is float else s.kind(next(ints)) for s in graph.scalars]
-    return [*(next(tensors) for _ in graph.tensors), *numbers]
+    return with_fitting_numbers(graph, [*(next(tensors) for _ in graph.tensors), *numbers])

@@ -1766,11 +1766,7 @@ VARIOUS = [
         "a view of what was changed in place has the old elements",
     ),
     Mutant(
-        "codegen/mod/wide.py",
-        "if has_large_numbers(mod):",
-        "if False:",
-        named("torch_compile", "32_bits"),
-        "an integer beyond int32 is cut",
+        "codegen/mod/wide.py", "if not fits_int32(value)}", "if False}", named("torch_compile", "32_bits"), "an integer beyond int32 is cut"
     ),
     Mutant("flexpress/merge.py", "~torch.isneginf(stacked).all(0)", "total > 0", named("merge", "failed"), "NaN is taken for no keys"),
     Mutant(

@@ -68,6 +68,22 @@ class ExportedCache(NamedTuple):
     ragged = property(lambda self: self.cu_q is not None)
     extras = property(lambda self: Extras(sinks=self.sinks))
 
+    def case(self, **others) -> DecodeCase:
+        """What decides the text of its kernel, with `others`."""
+        return DecodeCase(
+            *(self.dtype, self.d_qk, self.d_v),
+            blocks=Blocks(True, BLOCK, BLOCK) if self.mask else None,
+            scale_is_positive=factors_out(self.scale, self.extras),
+            ragged=self.ragged,
+            lengths=True,
+            located=self.located,
+            page_size=self.page_size,
+            kv_dtype=self.kv_dtype,
+            scales=self.scales,
+            extras=self.extras,
+            **others,
+        )
+
 
 def read_by(call: ExportedCache) -> tuple[tuple, tuple]:
     """Extents of captured tensors, as the example has them, and what a kernel depends on of either mod."""
@@ -89,22 +105,7 @@ class _Plans:
         call = self.call
         widths = ("q", "zhm", call.d_qk), ("k", "zhn", call.d_qk), ("v", "zhn", call.d_v)
         aligned = tuple(name for tensor, dims, width in widths if width % self.unit == 0 for name in stride_names(tensor, dims))
-        case = DecodeCase(
-            *(call.dtype, call.d_qk, call.d_v),
-            aligned=aligned,
-            blocks=Blocks(True, BLOCK, BLOCK) if call.mask else None,
-            scale_is_positive=factors_out(call.scale, call.extras),
-            split=split,
-            balanced=split and not call.mask,
-            ragged=call.ragged,
-            by_tokens=call.ragged,
-            lengths=True,
-            located=call.located,
-            page_size=call.page_size,
-            kv_dtype=call.kv_dtype,
-            scales=call.scales,
-            extras=call.extras,
-        )
+        case = call.case(aligned=aligned, split=split, balanced=split and not call.mask, by_tokens=call.ragged)
         return plan_decode(case, *self.machine, *self.keys, self.rows.rows)
 
     def kernels(self) -> dict[str, Compilation]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from ..plan.cpu_decode import plan_cpu_decode
-from ..plan.decode import DecodeCase
-from ..plan.extras import factors_out
-from ..plan.forward import Blocks
 from ..plan.tiles import BLOCK
 from .cached import VARIABLES, ExportedCache, describe_cache, names_in, read_by
 from .cpp import KERNELS, PARTS, FileInCpp, mask_specs
@@ -24,19 +21,6 @@ class CachedCppFile(FileInCpp):
         extents, keys = read_by(call)
         names = names_in(call, keys, reserved(*TEMPLATES) | KERNELS)
         super().__init__(names, call.score, call.mask, version)
-        case = DecodeCase(
-            *(call.dtype, call.d_qk, call.d_v),
-            blocks=Blocks(True, BLOCK, BLOCK) if call.mask else None,
-            scale_is_positive=factors_out(call.scale, call.extras),
-            split=False,
-            ragged=call.ragged,
-            lengths=True,
-            located=call.located,
-            page_size=call.page_size,
-            kv_dtype=call.kv_dtype,
-            scales=call.scales,
-            extras=call.extras,
-        )
-        plan = plan_cpu_decode(case, *keys)
+        plan = plan_cpu_decode(call.case(split=False), *keys)
         describe_cache(self, call, extents, 1, plan.scale_apart)
         self.hold({"decode": plan.spec, **(mask_specs(call.mask, extents, (BLOCK, BLOCK)) if call.mask else {})})

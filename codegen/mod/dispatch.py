@@ -80,7 +80,7 @@ def dispatch(function, args: tuple, kwargs: dict):
     in_kernel = _symbolic(args) or _symbolic(tuple(kwargs.values()))
     args, kwargs = with_dtypes(function, args, kwargs)
     if in_kernel and function in _LIKE:
-        args, kwargs = _as_dtype(args, kwargs)
+        args, kwargs = _with_dtype_of(args, kwargs)
         function, in_kernel = torch.Tensor.to, _symbolic(args[:1])
     row = ops.METHODS.get(function) if isinstance(function, str) else ops.FUNCTIONS.get(function)
     if row is _DETACH and args and type(args[0]) is Sym:
@@ -106,7 +106,7 @@ def dispatch(function, args: tuple, kwargs: dict):
         return trace.host(function, args, kwargs, getattr(function, "__name__", "value"))
 
 
-def _as_dtype(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _with_dtype_of(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments of `x.to(...)` or `x.type_as(...)`, with the dtype of a tensor in place of that, and its device where x is captured."""
     like = next((v for v in (*args[1:], *kwargs.values()) if isinstance(v, (torch.Tensor, Sym, TensorView, Vector))), None)
     if like is None:

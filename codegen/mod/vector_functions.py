@@ -155,9 +155,14 @@ FUNCTIONS = {  # and their names, for vectors, which have them as methods
 }
 # what torch calls the operands of these functions, in the order in which they are given
 _OPERANDS = ("input", "tensors", "a", "x1", "x", "other", "tensor", "vec", "vec2", "mat2", "x2", "y")
-_JOINING = {name for name in JOINS} | {getattr(torch, name) for name in JOINS}
-_REDUCING = {name for name in REDUCTIONS} | {getattr(home, name, None) for name in REDUCTIONS for home in (torch.Tensor, torch)}
-_MOVING = {name for name in MOVES} | {getattr(home, name, None) for name in MOVES for home in (torch.Tensor, torch)}
+
+
+def _and_functions(names) -> set:
+    """Names, and torch's methods and functions that are called so."""
+    return {*names} | {getattr(home, name, None) for name in names for home in (torch.Tensor, torch)}
+
+
+_JOINING, _REDUCING, _MOVING = map(_and_functions, (JOINS, REDUCTIONS, MOVES))
 
 
 def takes_vectors(function, args: tuple, kwargs: dict, is_row: bool) -> bool:

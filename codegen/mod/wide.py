@@ -49,8 +49,6 @@ def in_wide_integers(mod: tuple[ModGraph, list], extents: tuple[int, ...]) -> tu
     numbers = values[len(graph.tensors) :]
     if fit and max(extents[2], extents[3]) <= INDEX_BOUND and (not numbers or max(map(abs, numbers)) <= USUAL):
         return mod
-    if has_large_numbers(mod):
-        return in_wide_integers(_with_literals(graph, values), extents)
     numbers = [abs(v) if type(v) is int else 0 for v in numbers]
     bits = tuple(max(n - 1, 0).bit_length() for n in extents)
     key = graph, tuple(n.bit_length() for n in numbers), bits
@@ -61,17 +59,13 @@ def in_wide_integers(mod: tuple[ModGraph, list], extents: tuple[int, ...]) -> tu
     return mod if found is graph else (found, values)
 
 
-def has_large_numbers(mod: tuple[ModGraph, list]) -> bool:
-    """Does a bound mod capture an integer that no kernel takes as an argument?"""
-    graph, values = mod
-    return bool(graph.scalars) and not all(map(fits_int32, values[len(graph.tensors) :]))
-
-
-def _with_literals(graph: ModGraph, values: list) -> tuple[ModGraph, list]:
-    """A bound mod whose integers beyond int32, which no kernel takes, are part of its graph. A graph that is traced again for such a number
-    has them so; one that torch's compiler recorded with a symbol gets any."""
+def with_fitting_numbers(graph: ModGraph, values: list) -> tuple[ModGraph, list]:
+    """A bound mod whose integers beyond int32, which no kernel takes, are part of its graph. Where a mod is traced they are so already; a
+    graph that torch's compiler recorded with a symbol gets any."""
     first = len(graph.tensors)
     large = {i: value for i, value in enumerate(values[first:]) if not fits_int32(value)}
+    if not large:
+        return graph, values
     kept = [i for i in range(len(graph.scalars)) if i not in large]
     key = graph, tuple(large.items())
     found = _literal.get(key)
@@ -85,7 +79,7 @@ def _with_literals(graph: ModGraph, values: list) -> tuple[ModGraph, list]:
         scalars = tuple(graph.scalars[i] for i in kept)
         result = made[id(graph.result)]
         found = _literal[key] = known_graph(graph.kind, graph.name, graph.origin, result, graph.tensors, scalars)
-    return found, [*values[:first], *(values[first + i] for i in kept)]
+    return at_any_length((found, [*values[:first], *(values[first + i] for i in kept)]))
 
 
 def _widened(graph: ModGraph, limits: dict[int, tuple[int, int]]) -> ModGraph:
