@@ -91,7 +91,8 @@ def check_batch(
         )
     if page_table is not None and cache_loc is not None:
         page_table, cache_loc = _named_rows(page_table, cache_loc, looks(check, tokens)), None
-    max_q = tokens.shape[2 if cu_seqlens_q is None else 0] if max_q_len is None else int(max_q_len)
+    most = tokens.shape[2 if cu_seqlens_q is None else 0]
+    max_q = most if max_q_len is None else min(int(max_q_len), most)
     return Cached(cu_seqlens_q, max_q, kv_len, cache_loc, page_table, k_scale, v_scale), q_offset
 
 
@@ -140,8 +141,10 @@ def _check_batch(
             f"k_cache {tuple(k_cache.shape)} has {k_cache.shape[0]} entries for {batch} sequences; say with cache_loc or "
             "page_table which ones are theirs"
         )
-    if max_q_len is not None and not (ragged and whole("max_q_len", max_q_len) <= tokens.shape[0]):
-        raise ValueError(f"max_q_len ({max_q_len}) is for cu_seqlens_q, and from 0 to the number of tokens in {name} {tuple(tokens.shape)}")
+    if max_q_len is not None and not ragged:
+        raise ValueError(f"max_q_len ({max_q_len}) is for cu_seqlens_q; {name} {tuple(tokens.shape)} has as many queries of each sequence")
+    if max_q_len is not None:
+        whole("max_q_len", max_q_len)
 
 
 def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_scale) -> None:

@@ -233,16 +233,15 @@ def _problem(query, k_cache, v_cache, kv_len, tables: tuple, of_query: tuple, wh
     placed = widen(*place_batch(query, k_cache, v_cache, kv_len, check, tables, of_query), k_cache, *of_query)
     problem = CachedProblem(*placed, k_cache, v_cache, *what)
     if shared_prefix is not None:
-        page_table, cache_loc, *_ = tables
-        _check_shared(shared_prefix, problem, kv_len, page_table, cache_loc, check)
+        _check_shared(shared_prefix, problem, kv_len, tables, check)
     return problem
 
 
-def _check_shared(shared_prefix, problem: CachedProblem, kv_len, page_table, cache_loc, check: bool | None) -> None:
-    where = problem.where
-    check_shared(shared_prefix, problem.query, kv_len, page_table, cache_loc, where.cu_q, problem.q_offset, problem.k_cache)
+def _check_shared(shared_prefix, problem: CachedProblem, kv_len, tables: tuple, check: bool | None) -> None:
+    page_table, cache_loc, cu_seqlens_q, _, q_offset, *_ = tables
+    check_shared(shared_prefix, problem.query, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, problem.k_cache)
     if looks(check, problem.query):
-        check_contents_of(shared_prefix, kv_len, where.pages)  # type: ignore[arg-type]  # check_shared saw that there are some
+        check_contents_of(shared_prefix, kv_len, problem.where.pages)  # type: ignore[arg-type]  # check_shared saw that there are some
 
 
 def _attend_all(problem: CachedProblem, shared_prefix) -> tuple[torch.Tensor, torch.Tensor]:

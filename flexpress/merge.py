@@ -19,7 +19,8 @@ def merge_attention(
 
     Computed in float32, or in float64 where a part or an lse is; out has the dtype of the parts, lse the one it is computed in. A row
     without keys in any part gives 0 and lse -inf. Differentiable in both, any number of times, under torch.compile, too.
-    Raises ValueError for shapes that do not fit. Source: partial softmax, Milakov and Gimelshein 2018 (arXiv 1805.02867).
+    Raises ValueError for shapes that do not fit, TypeError for other dtypes. Source: partial softmax, Milakov and Gimelshein 2018
+    (arXiv 1805.02867).
 
         out, lse = merge_attention(*zip(*(flex_attention(q, k, v, return_lse=True) for k, v in parts)))
     """
@@ -29,6 +30,9 @@ def merge_attention(
     if any(out.shape != shape for out in outs) or any(lse.shape != shape[:-1] for lse in lses):
         shapes = [", ".join(str(tuple(t.shape)) for t in given) for given in (outs, lses)]
         raise ValueError(f"all outs must have one shape (..., Q_LEN, D_V) and all lses (..., Q_LEN), got {shapes[0]} and {shapes[1]}")
+    if not all(t.is_floating_point() for t in (*outs, *lses)):
+        dtypes = [", ".join(str(t.dtype) for t in given) for given in (outs, lses)]
+        raise TypeError(f"outs and lses must be floating-point, as flex_attention returns them, got {dtypes[0]} and {dtypes[1]}")
     precision = functools.reduce(torch.promote_types, (t.dtype for t in (*outs, *lses)), torch.float32)
     stacked = torch.stack(tuple(lses)).to(precision)
     largest = stacked.detach().amax(0)

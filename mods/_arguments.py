@@ -5,7 +5,6 @@ They look at types, dtypes and shapes only. No check reads the values of a tenso
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from collections.abc import Callable
@@ -31,14 +30,14 @@ def whole_number(recipe: str, name: str, value: object, remedy: str, minimum: in
 
 
 def positive_number(recipe: str, name: str, value: object, remedy: str) -> float:
-    """`value` as a Python float; TypeError if it is no real number, ValueError unless finite and above 0."""
+    """`value` as a Python float; TypeError if it is no real number, ValueError unless float32 has it and its reciprocal."""
     if isinstance(value, torch.SymFloat):  # torch's compiler traces, and has no number to look at
         return value  # type: ignore[return-value]  # it acts as one
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{recipe}(): {name} must be a number, got {_described(value)}; {remedy}")
-    number = float(value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{recipe}(): {name} must be finite and above 0, got {number}; {remedy}")
+    number, float32 = float(value), torch.finfo(torch.float32)
+    if not float32.tiny <= number <= float32.max:
+        raise ValueError(f"{recipe}(): {name} must be finite and above 0 in float32, got {number}; {remedy}")
     return number
 
 

@@ -64,7 +64,6 @@ def fake(tensor):
 BOTH = {
     "max_q_len too small": ("pages", dict(max_q_len=1), ValueError, r"max_q_len is 1, but sequence 2 has 3 queries"),
     "max_q_len 0": ("pages", dict(max_q_len=0), ValueError, r"max_q_len is 0, but sequence 2 has 3 queries"),
-    "max_q_len beyond the tokens": ("pages", dict(max_q_len=7), ValueError, r"max_q_len \(7\) is for cu_seqlens_q"),
     "max_q_len as a float": ("pages", dict(max_q_len=3.0), TypeError, "max_q_len must be an integer, got 3.0"),
     "max_q_len without cu_seqlens_q": ("entries", dict(cu_seqlens_q=None), ValueError, "must be .B, H, Q_LEN, D., got torch.float32"),
     "offsets that begin at 1": ("pages", dict(cu_seqlens_q=int32(1, 2, 3, 6)), ValueError, "cu_seqlens_q must start with 0"),
@@ -392,6 +391,15 @@ def test_a_max_q_len_that_lies_loses_nothing_but_late_queries(max_q_len, layout,
         caches = {name: found[name].clone() for name in ("k_cache", "v_cache")}
         written.append((update(found | caches | {"max_q_len": n}, check=False), *caches.values()))
     assert all(torch.equal(a, b) for a, b in zip(*written, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_max_q_len_above_the_number_of_tokens_is_that_number(device):
+    found = arguments("pages", device)
+    assert torch.equal(attend(found), attend(found | {"max_q_len": 4096}))
+    written = [found["k_cache"].clone(), update(found | {"max_q_len": 4096})]
+    again = arguments("pages", device)
+    assert torch.equal(update(again), written[1]) and torch.equal(again["k_cache"], found["k_cache"])
 
 
 @pytest.mark.parametrize("device", DEVICES)

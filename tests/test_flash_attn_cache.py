@@ -185,6 +185,39 @@ def test_corners(name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("place", ["own", "index", 4])
+def test_what_the_padding_holds_is_not_read(place, heads_first, queries, device):
+    """A cache that was never written may hold NaN there: 0 times NaN would be NaN."""
+    lengths, padding = [9, 30, 5], [4, 17, 5]
+    p = Problem(**{**COMMON, "lengths": lengths, "queries": queries, "new": queries, "place": place, "leftpad": True, "rope_dim": 8})
+    arguments, places = make(p, device)
+    arguments["cache_leftpad"] = torch.tensor(padding, dtype=torch.int32, device=device)
+    if heads_first:
+        for name in ("k_cache", "v_cache"):
+            arguments[name] = arguments[name].transpose(1, 2).contiguous().transpose(1, 2)
+    expected = flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
+    for b, count in enumerate(padding):
+        for entry, row in places[b][:count]:
+            arguments["k_cache"][entry, row] = arguments["v_cache"][entry, row] = math.nan
+    found = flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(found, expected, strict=True))
+
+
+def test_padding_of_caches_with_other_layouts_is_refused():
+    wide = torch.zeros(3, 8, 2, 32)[:, :, :, :16]
+    q, lengths = torch.zeros(3, 1, 4, 16), int32(4, 4, 4)
+    for k_cache, v_cache in ((wide, torch.zeros(3, 8, 2, 16)), (torch.zeros(3, 8, 2, 16), torch.zeros(3, 2, 8, 16).transpose(1, 2))):
+        call = dict(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=lengths, cache_leftpad=int32(0, 1, 2))
+        if k_cache is wide:
+            assert flash_attn_with_kvcache(**call).isfinite().all()  # rows are longer, but follow one another alike
+        else:
+            with pytest.raises(ValueError, match=r"lie alike in memory, got strides \(256, 32, 16, 1\) and \(256, 16, 128, 1\)"):
+                flash_attn_with_kvcache(**call)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_cache_without_lengths_is_full(device):
     q, *caches = (torch.randn(2, n, 2, 16, device=device) for n in (3, 8, 8))
     full = torch.full((2,), 8, dtype=torch.int32, device=device)
@@ -304,8 +337,8 @@ BAD = {
         r"scale must be a number, got a tensor of torch.float32 and shape \(2,\)",
     ),
     "a learned scale": (dict(softmax_scale=torch.ones(1).requires_grad_()), NotImplementedError, "scale requires grad"),
-    "a cap that is none": (dict(softcap=math.nan), ValueError, "cap must be finite and above 0, got nan"),
-    "a huge cap": (dict(softcap=math.inf), ValueError, "cap must be finite and above 0, got inf"),
+    "a cap that is none": (dict(softcap=math.nan), ValueError, "cap must be finite and above 0 in float32, got nan"),
+    "a huge cap": (dict(softcap=math.inf), ValueError, "cap must be finite and above 0 in float32, got inf"),
     "words for a cap": (dict(softcap="1"), TypeError, "softcap must be a number"),
     "sinks of other heads": (dict(sinks=torch.ones(2)), ValueError, r"sinks must have shape \(4,\)"),
     "sinks of integers": (dict(sinks=torch.ones(4).int()), TypeError, "sinks must be float16, bfloat16 or float32"),

@@ -127,6 +127,8 @@ def test_shapes_that_do_not_fit():
     out, lse = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
     with pytest.raises(ValueError, match="needs an lse for each out, and at least one, got 2 outs and 1 lses"):
         merge_attention([out, out], [lse])
+    with pytest.raises(TypeError, match="outs and lses must be floating-point, as flex_attention returns them, got torch.int64"):
+        merge_attention([torch.ones(2, 3, dtype=torch.int64)], [torch.zeros(2)])
     with pytest.raises(ValueError, match=r"all lses \(..., Q_LEN\), got"):
         merge_attention([out, out[:, :1]], [lse, lse])
 

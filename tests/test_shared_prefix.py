@@ -78,6 +78,20 @@ def test_sequences_that_left(device, made_before, offsets):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_tables_of_tensors_that_are_columns(device):
+    """kv_len, q_offset and cu_seqlens_q may be columns of one table; kernels read contiguous copies, which are the same step's."""
+    p = Forked(**TWINS, q_lens=[1, 2, 3, 1, 1])
+    arguments, _, _ = made(p, device)
+    shared, starts = arguments.pop("shared_prefix"), arguments["cu_seqlens_q"]
+    arguments["q_offset"] = arguments["kv_len"] - starts.diff()
+    expected = cached_attention(**arguments)
+    columns = {name: torch.stack([arguments[name]] * 3, 1)[:, 1] for name in ("kv_len", "q_offset", "cu_seqlens_q")}
+    step = {"page_table": arguments["page_table"], **columns}
+    tables = shared.tables(**step, queries=arguments["query"].shape[0])
+    torch.testing.assert_close(cached_attention(**{**arguments, **step}, shared_prefix=tables), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_values_that_are_a_view_of_the_keys(device):
     """Latent attention: 128 heads of queries share 320 columns, of which the values are the first 256."""
     p = Forked(**TWINS, q_lens=[1, 2, 3, 1, 1], Hkv=1, Hq=16, D_QK=320, D_V=256)

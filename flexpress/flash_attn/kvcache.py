@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def flash_attn_with_kvcache(
                        cache_seqlens on, and q too; q all by that of cache_seqlens if neither causal nor window_size limits it. With k
     cache_seqlens      int32 (B,) or a number: positions that the cache holds before the call. By default it is full
     cache_batch_idx    int32 (B,): each sequence's entry of the cache, b by default; not with a block_table
-    cache_leftpad      int32 (B,): how many positions at the beginning of a sequence hold nothing
+    cache_leftpad      int32 (B,): how many positions at the beginning of a sequence hold nothing, and are not read; k_cache and v_cache
+                       then lie alike in memory, as two contiguous ones do
     block_table        int32 (B, n): the pages of each sequence
     rotary_interleaved pairs are dimensions 2j and 2j + 1; else j and j + rotary_dim / 2
     num_splits         is not needed: how keys are split among programs follows from the sizes
@@ -74,8 +76,11 @@ def flash_attn_with_kvcache(
     rope = _rope(rotary_cos, rotary_sin, q, k, room)
     _check_contents(lengths, 0 if k is None else k.shape[1], room, k_cache, cache_batch_idx, block_table)
     filled = lengths if k is None else lengths + k.shape[1]
-    query, meaning = q.transpose(1, 2), _meaning(options, cache_leftpad, q.shape[1] == 1, softmax_scale, sinks)
-    attention = attention_after(query, k_cache, v_cache, filled, **where, **meaning)  # which raises before anything is written
+    query, meaning = q.transpose(1, 2), _meaning(options, q.shape[1] == 1, softmax_scale, sinks)
+    read = k_cache, v_cache, filled, where
+    if cache_leftpad is not None:
+        read = _behind_padding(*read, cache_leftpad, room)
+    attention = attention_after(query, *read[:3], **read[3], **meaning)  # which raises before anything is written
     if k is not None:
         limited = (options.left, options.right) != (None, None)
         query = _append(query, k, v, k_cache, v_cache, (lengths, filled), where, rope, rotary_interleaved, limited)
@@ -103,15 +108,15 @@ def attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning: tup
     if q.device.type == "cpu" and not tracing() and int(cu_seqlens_q.diff().amax() if batch else 0) > longest:
         raise ValueError(f"max_seqlen_q is {longest}, but a sequence has more queries: cu_seqlens_q is {cu_seqlens_q.tolist()}")
     where = {"page_table": block_table, "cu_seqlens_q": cu_seqlens_q.to(torch.int32), "max_q_len": longest}
-    out, lse = cached_attention(q, k, v, lengths, **where, **_meaning(options, None, longest == 1, softmax_scale, sinks), return_lse=True)
+    out, lse = cached_attention(q, k, v, lengths, **where, **_meaning(options, longest == 1, softmax_scale, sinks), return_lse=True)
     return out, lse.transpose(0, 1)
 
 
-def _meaning(options: Options, leftpad, one_query: bool, softmax_scale, sinks) -> dict[str, Any]:
+def _meaning(options: Options, one_query: bool, softmax_scale, sinks) -> dict[str, Any]:
     """cached_attention's arguments for queries that are the last positions of their sequences; `one_query`: no sequence has more."""
     return {
         "score_mod": score_mod_of(options, same_place, one_query),
-        "mask_mod": cache_mask_mod_of(options, leftpad, one_query),
+        "mask_mod": cache_mask_mod_of(options, one_query),
         "scale": softmax_scale,
         "check": False,  # done
         "sinks": sinks,
@@ -143,6 +148,40 @@ def _placed(q, k_cache, v_cache, k, v, cache_batch_idx, cache_leftpad, block_tab
             raise ValueError(f"k_cache {tuple(k_cache.shape)} has too few entries for q {tuple(q.shape)}; one for each sequence")
         k_cache, v_cache = k_cache[:B], v_cache[:B]
     return k_cache, v_cache, {"cache_loc": cache_batch_idx, "page_table": block_table}
+
+
+def _behind_padding(k_cache, v_cache, filled, where: dict, leftpad, room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+    """What attention reads of those: caches whose pages are single positions, and tables in which each sequence begins behind its padding.
+    Queries, masks and ALiBi go by distances, which stay."""
+    k_rows, k_steps = _positions("k_cache", k_cache)
+    v_rows, v_steps = _positions("v_cache", v_cache)
+    if k_steps != v_steps:
+        raise ValueError(
+            f"cache_leftpad needs a k_cache and a v_cache that lie alike in memory, got strides {k_cache.stride()} and {v_cache.stride()}; "
+            "make both with the same layout"
+        )
+    leftpad = leftpad.clamp(min=0)
+    at = (torch.arange(room, device=leftpad.device) + leftpad[:, None]).clamp(max=max(room - 1, 0))
+    entries, size = k_cache.shape[:2]
+    if where["page_table"] is not None:
+        entry, at = where["page_table"].gather(1, at // size), at % size
+    elif where["cache_loc"] is not None:
+        entry = where["cache_loc"][:, None]
+    else:
+        entry = torch.arange(entries, device=leftpad.device)[:, None]
+    table = (entry * k_steps[0] + at * k_steps[1]).masked_fill((entry < 0) | (entry >= entries), -1)
+    return k_rows, v_rows, (filled - leftpad).clamp(min=0), {"page_table": table.to(torch.int32)}
+
+
+def _positions(name: str, cache: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+    """A view (n, 1, Hkv, D) of a cache (N, S, Hkv, D), and how many of the n lie between its entries and between its positions."""
+    per_entry, per_position, *others = cache.stride()
+    step = math.gcd(per_entry, per_position) or 1
+    steps = per_entry // step, per_position // step
+    count = 1 + sum((n - 1) * between for n, between in zip(cache.shape, steps, strict=False)) if cache.numel() else 0
+    if count >= 2**31:
+        raise ValueError(f"cache_leftpad is for caches of fewer than 2**31 positions, got {name} {tuple(cache.shape)}")
+    return cache.as_strided((count, 1, *cache.shape[2:]), (step, step, *others)), steps
 
 
 def _lengths(cache_seqlens, q, k, k_cache, block_table) -> tuple[torch.Tensor, int]:

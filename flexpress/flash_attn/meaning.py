@@ -152,20 +152,8 @@ def _ahead(options: Options, place: Callable) -> Callable | None:
     return causal
 
 
-def cache_mask_mod_of(options: Options, leftpad: torch.Tensor | None, one_query: bool) -> Callable | None:
-    """The mask_mod for cached_attention, by positions in the cache; None where that function's own, causal one will do.
-
-    leftpad   int32 (B,): how many positions at the beginning of each sequence hold nothing
-    """
-    mask_mod = mask_mod_of(options, same_place, one_query)
-    if leftpad is None:
-        if options.left is None and (one_query or options.right == 0):
-            return None
-        return mask_mod or noop_mask
-    if mask_mod is None:
-        return lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b]
-
-    def left_padded(b, h, q_idx, kv_idx):
-        return mask_mod(b, h, q_idx, kv_idx) & (kv_idx >= leftpad[b])
-
-    return left_padded
+def cache_mask_mod_of(options: Options, one_query: bool) -> Callable | None:
+    """The mask_mod for cached_attention, by positions in the cache; None where that function's own, causal one will do."""
+    if options.left is None and (one_query or options.right == 0):
+        return None
+    return mask_mod_of(options, same_place, one_query) or noop_mask

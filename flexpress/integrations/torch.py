@@ -111,7 +111,7 @@ def _paged(query, key, value, cu_q, max_q: int, seen: Options, scale, lengths, p
     """out and lse, (H, total), of packed queries to a paged cache."""
     if lengths is None or cu_q is None:
         raise ValueError(_refused("a block_table without cu_seq_q and seqused_k"))
-    mask_mod = cache_mask_mod_of(seen, None, one_query=False)
+    mask_mod = cache_mask_mod_of(seen, one_query=False)
     options = {"page_table": page_table, "cu_seqlens_q": cu_q, "max_q_len": int(max_q), "mask_mod": mask_mod, "scale": scale}
     out, lse = cached_attention(query, key, value, lengths, **options, return_lse=True, batch_invariant=num_splits == 1)
     return out, lse.transpose(0, 1).contiguous()
