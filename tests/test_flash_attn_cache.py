@@ -205,6 +205,19 @@ def test_what_the_padding_holds_is_not_read(place, heads_first, queries, device)
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(found, expected, strict=True))
 
 
+def test_padding_of_one_entry_and_of_entries_that_share_memory():
+    """Strides of a dimension of one mean nothing; entries may be one and the same."""
+    q, caches = torch.randn(3, 2, 4, 16), [torch.randn(1, 8, 2, 16) for _ in range(2)]
+    padding, lengths = int32(0, 3, 9), int32(8, 7, 8)
+    whole = dict(cache_seqlens=lengths, cache_leftpad=padding, causal=True)
+    found = flash_attn_with_kvcache(q, *(c.expand(3, -1, -1, -1) for c in caches), **whole)
+    for b in range(2):
+        one = dict(cache_seqlens=lengths[b : b + 1], cache_leftpad=padding[b : b + 1], causal=True)
+        caches[1] = caches[1].as_strided(caches[1].shape, (7, *caches[1].stride()[1:]))
+        assert torch.allclose(found[b : b + 1], flash_attn_with_kvcache(q[b : b + 1], *caches, **one), atol=1e-6)
+    assert (found[2] == 0).all()  # all of it is padding
+
+
 def test_padding_of_caches_with_other_layouts_is_refused():
     wide = torch.zeros(3, 8, 2, 32)[:, :, :, :16]
     q, lengths = torch.zeros(3, 1, 4, 16), int32(4, 4, 4)

@@ -160,28 +160,32 @@ def _behind_padding(k_cache, v_cache, filled, where: dict, leftpad, room: int) -
             f"cache_leftpad needs a k_cache and a v_cache that lie alike in memory, got strides {k_cache.stride()} and {v_cache.stride()}; "
             "make both with the same layout"
         )
-    leftpad = leftpad.clamp(min=0)
-    at = (torch.arange(room, device=leftpad.device) + leftpad[:, None]).clamp(max=max(room - 1, 0))
+    leftpad, (per_entry, per_position) = leftpad.clamp(min=0), k_steps
     entries, size = k_cache.shape[:2]
-    if where["page_table"] is not None:
-        entry, at = where["page_table"].gather(1, at // size), at % size
-    elif where["cache_loc"] is not None:
-        entry = where["cache_loc"][:, None]
+    if where["page_table"] is None:
+        entry, int32 = where["cache_loc"], {"dtype": torch.int32, "device": leftpad.device}
+        if entry is None:
+            first = torch.arange(leftpad.shape[0], **int32) * per_entry
+        else:  # no number behind the least one is a page
+            first = (entry * per_entry).masked_fill_((entry < 0) | (entry >= entries), torch.iinfo(torch.int32).min)
+        table = (first + leftpad * per_position)[:, None] + torch.arange(room, **int32) * per_position
     else:
-        entry = torch.arange(entries, device=leftpad.device)[:, None]
-    table = (entry * k_steps[0] + at * k_steps[1]).masked_fill((entry < 0) | (entry >= entries), -1)
-    return k_rows, v_rows, (filled - leftpad).clamp(min=0), {"page_table": table.to(torch.int32)}
+        at = (torch.arange(room, device=leftpad.device) + leftpad[:, None]).clamp(max=max(room - 1, 0))
+        page = where["page_table"].gather(1, at // size)
+        table = page * per_entry + at.remainder_(size).to(torch.int32) * per_position
+        table.masked_fill_((page < 0) | (page >= entries), -1)
+    return k_rows, v_rows, (filled.clamp(max=room) - leftpad).clamp(min=0), {"page_table": table}
 
 
 def _positions(name: str, cache: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
     """A view (n, 1, Hkv, D) of a cache (N, S, Hkv, D), and how many of the n lie between its entries and between its positions."""
-    per_entry, per_position, *others = cache.stride()
+    per_entry, per_position = (stride if n > 1 else 0 for n, stride in zip(cache.shape[:2], cache.stride(), strict=False))
     step = math.gcd(per_entry, per_position) or 1
     steps = per_entry // step, per_position // step
     count = 1 + sum((n - 1) * between for n, between in zip(cache.shape, steps, strict=False)) if cache.numel() else 0
-    if count >= 2**31:
+    if count + cache.shape[1] * steps[1] >= 2**31:
         raise ValueError(f"cache_leftpad is for caches of fewer than 2**31 positions, got {name} {tuple(cache.shape)}")
-    return cache.as_strided((count, 1, *cache.shape[2:]), (step, step, *others)), steps
+    return cache.as_strided((count, 1, *cache.shape[2:]), (step, step, *cache.stride()[2:])), steps
 
 
 def _lengths(cache_seqlens, q, k, k_cache, block_table) -> tuple[torch.Tensor, int]:
