@@ -1686,6 +1686,20 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
 ]
 VARIOUS = [
     Mutant(
+        "flexpress/flash_attn/kvcache.py",
+        "(filled.clamp(max=room) - leftpad).clamp(min=0)",
+        "filled.clamp(max=room)",
+        named("flash_attn_cache", "padding"),
+        "a sequence behind its padding is as long as with it",
+    ),
+    Mutant(
+        "flexpress/cached.py",
+        "page_table, cache_loc, cu_seqlens_q, _, q_offset, *_ = tables",
+        "page_table, cache_loc, cu_seqlens_q, _, q_offset = *tables[:4], problem.q_offset",
+        named("shared_prefix", "columns"),
+        "a contiguous copy of q_offset is another step's",
+    ),
+    Mutant(
         "codegen/mod/rows_arithmetic.py",
         "result = square if result is None else",
         "result = square if result is None or result.expr.is_literal else",
