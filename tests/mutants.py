@@ -1686,6 +1686,13 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
 ]
 VARIOUS = [
     Mutant(
+        "codegen/mod/trace.py",
+        "result = with_rounded_products(result, run.table)",
+        "pass",
+        named("decisions"),
+        "a compiler makes one multiply-add of what a mask is decided by",
+    ),
+    Mutant(
         "flexpress/flash_attn/kvcache.py",
         "(filled.clamp(max=room) - leftpad).clamp(min=0)",
         "filled.clamp(max=room)",

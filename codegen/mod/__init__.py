@@ -58,5 +58,6 @@ nan                          where they may be NaN
 index_range                  what integers may be
 intervals, bounds            what is sure of a whole block of a mask
 position_runs                masks as runs of positions
+decisions                    products are rounded where something is decided by their sums
 sums, distance, added_dots   score_mods that add a number, read by distance, or add a dot product
 """

@@ -22,6 +22,7 @@ from ..registry import Table
 from ..turn import Turn
 from .capture import name_of, plain
 from .current import Symbolic
+from .decisions import with_rounded_products
 from .dispatch import OPERATIONS, Mode
 from .errors import ModError, mod_error
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk
@@ -169,6 +170,7 @@ def _graph_of(mod, run: TracingRun, result: Expr) -> ModGraph:
     origin = SourceLine(code.co_filename, code.co_firstlineno, "") if isinstance(code, types.CodeType) else None
     if any(t.dtype == torch.float64 for t in run.tensors.values()):
         _warn_of_float64(run, result)
+    result = with_rounded_products(result, run.table)
     return known_graph(run.kind, name_of(mod), origin, result, tuple(run.tensors.values()), tuple(run.scalars.values()))
 
 

@@ -1,0 +1,77 @@
+"""What is decided by floats is decided alike in every kernel, and as in torch: products that are added to something are rounded first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexpress import create_block_mask, create_mask, evaluate_mod, flex_attention
+from support.devices import DEVICES
+
+S = 150
+
+
+@pytest.fixture(autouse=True)
+def as_users_compile(in_cpp, monkeypatch):
+    """On a CPU by kernels in C++, whose compiler makes multiply-adds. The interpreter rounds each product, and so does -O1."""
+    monkeypatch.setenv("FLEXPRESS_CXXFLAGS", "-O2")
+
+
+def masks(device: str) -> dict:
+    """Masks of sums of products that are 0, or nearly so, at many positions."""
+    x, y = (torch.rand(S, generator=torch.Generator().manual_seed(seed)).to(device) for seed in (1, 2))
+    frame, third = torch.tensor(0.04, device=device), torch.tensor(0.1, device=device)
+    return {
+        "equal times": lambda b, h, q, k: (q // 4) * frame - (k // 4) * frame == 0,
+        "time goes on": lambda b, h, q, k: q * third - k * third >= 0,
+        "a number of Python's": lambda b, h, q, k: q * 0.1 - k * 0.1 >= 0,
+        "cross product": lambda b, h, q, k: x[q] * y[k] - x[k] * y[q] >= 0,
+        "a sum that is negated": lambda b, h, q, k: -(x[q] * y[k]) + x[k] * y[q] <= 0,
+        "rounded down": lambda b, h, q, k: torch.floor(x[q] * 7 - x[k] * 7) >= 0,
+        "an index": lambda b, h, q, k: (y[k] * 3 - y[q] * 3).int() >= 0,
+        "a choice": lambda b, h, q, k: torch.where(q > k, x[q] * third - x[k] * third, y[k] * third - y[q] * third) >= 0,
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", masks("cpu"))
+def test_masks_are_those_of_torch(name, device):
+    mask_mod = masks(device)[name]
+    positions = torch.arange(S, device=device)
+    expected = mask_mod(0, 0, positions[:, None], positions).expand(S, S)
+    assert torch.equal(create_mask(mask_mod, 1, 1, S, S, device=device)[0, 0], expected)
+    q, k = (torch.zeros(1, 1, S, 16, device=device, requires_grad=True) for _ in range(2))
+    v = torch.eye(S, device=device)[None, None].requires_grad_()
+    block_mask = create_block_mask(mask_mod, None, None, S, S, device=device)
+    for how in ({"mask_mod": mask_mod}, {"block_mask": block_mask}):
+        out = flex_attention(q, k, v, **how)
+        assert torch.equal(out[0, 0] > 0, expected)
+        (d_v,) = torch.autograd.grad(out.sum(), v)  # what each key is weighed with
+        torch.testing.assert_close(d_v[0, 0, :, 0], out[0, 0].sum(0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_choices_of_scores(device):
+    """Of a captured number, and of the score itself, whose last step is the product with the scale."""
+    x = torch.tensor([0.1, 0.7, 1.3] * 20, device=device)
+    step, positions = torch.tensor(0.04, device=device), torch.arange(60, device=device)
+
+    def by_time(score, b, h, q_idx, kv_idx):
+        return torch.where(x[q_idx] * step - x[kv_idx] * step < 0, -100.0, 0.0) + score
+
+    scores = torch.randn(1, 1, 60, 60, device=device)
+    expected = by_time(scores[0, 0], 0, 0, positions[:, None], positions)
+    assert torch.equal(evaluate_mod(by_time, scores)[0, 0], expected)
+    zero = torch.zeros(1, 1, 60, 64, device=device)
+    weights = flex_attention(zero, zero, torch.eye(60, device=device)[None, None], by_time)[0, 0]
+    torch.testing.assert_close(weights, (expected - scores[0, 0]).softmax(-1), rtol=1e-5, atol=1e-6)
+
+    q, k = (torch.randn(1, 1, 60, 64, device=device) for _ in range(2))
+    own = (q @ k.mT * 0.3)[0, 0]
+
+    def above(score, b, h, q_idx, kv_idx):
+        return torch.where(score - score * 1.0 == 0, 0.0, -torch.inf)
+
+    assert torch.equal(evaluate_mod(above, own[None, None]), torch.zeros(1, 1, 60, 60, device=device))
+    out = flex_attention(q, k, torch.eye(60, device=device)[None, None], above, scale=0.3)
+    torch.testing.assert_close(out, torch.full_like(out, 1 / 60))
