@@ -78,8 +78,8 @@ CAPTURES = [
     ),
     Mutant(
         "codegen/mod/program.py",
-        "return lambda value: type(value) is kind and value == expected\n\n\ndef _parts_of",
-        "return lambda value: value == expected\n\n\ndef _parts_of",
+        "return lambda value: value is member",
+        "return lambda value: value == member",
         named("mutations", "enum"),
         "an IntEnum is the same as its number",
     ),
@@ -169,8 +169,8 @@ CAPTURES = [
     ),
     Mutant(
         "codegen/mod/audit.py",
-        '(attributes & {"__class__", "__torch_function__"})',
-        '(attributes & {"__torch_function__"})',
+        '(attributes & {"__class__", "__dict__", "__torch_function__"})',
+        '(attributes & {"__dict__", "__torch_function__"})',
         named("mutations", "class_by_dunder or class_exchanged or name_of_the_class or (name and class)"),
         "__class__ is the stand-in's",
     ),
@@ -1685,6 +1685,34 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
     ),
 ]
 VARIOUS = [
+    Mutant(
+        "codegen/mod/calls.py",
+        "if state.place is None or reader.is_the_same(value):",
+        "if True:",
+        named("captured_callables", "another"),
+        "a module that was captured first is called for all others",
+    ),
+    Mutant(
+        "codegen/mod/program.py",
+        "value is member and not operators and own.isdisjoint(attributes)",
+        "value is member",
+        named("captured_callables", "enumerations"),
+        "what a property of an enumeration's member gave is part of the trace",
+    ),
+    Mutant(
+        "codegen/mod/nodes.py",
+        "value.run is trace or trace.numbers is None",
+        "True",
+        named("captured_callables", "kept"),
+        "a tensor that a mod keeps is another argument at the next call",
+    ),
+    Mutant(
+        "codegen/mod/vector_statistics.py",
+        "inside = torch.where(none, 1.0, x)",
+        "inside = x",
+        named("vectors", "deviations"),
+        "a gradient at 0 is NaN",
+    ),
     Mutant(
         "codegen/mod/trace.py",
         "result = with_rounded_products(result, run.table)",

@@ -286,3 +286,28 @@ def test_another_length_of_vectors_is_another_kernel_and_other_tensors_are_not()
 def test_what_is_refused(expression, message):
     with pytest.raises(ModError, match=f"(?s){message}.*File"):
         bind(mod_of(expression, long=torch.randn(50, 65), **captured("cpu")), "score")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "name, function",
+    {
+        "std": lambda x: x.std(-1),
+        "std without correction": lambda x: torch.std(x, -1, correction=0),
+        "order 0.5": lambda x: torch.linalg.vector_norm(x, 0.5, -1),
+        "order 1.5": lambda x: torch.linalg.vector_norm(x, 1.5, -1),
+        "order 2": lambda x: x.norm(dim=-1),
+        "order -1": lambda x: torch.linalg.vector_norm(x, -1, -1),
+    }.items(),
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_gradients_of_norms_and_deviations_at_0(name, function, device):
+    """Where torch has 0: of rows that are all equal, of elements that are 0."""
+    rows = torch.tensor([[0.0, 1.0, 2.0], [2.0, 2.0, 2.0], [1.0, 0.0, 3.0], [0.0, 0.0, 0.0]], device=device)
+    q, k, v = torch.randn(3, 1, 1, 4, 16, device=device, generator=torch.Generator(device).manual_seed(0)).unbind()
+    found, exact = rows.clone().requires_grad_(), rows.double().requires_grad_()
+    out = flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score + function(found[q_idx]) * kv_idx)
+    (gradient,) = torch.autograd.grad(out.square().sum(), found)
+    scores = q.double() @ k.double().mT / 4 + function(exact)[:, None] * torch.arange(4, device=device)
+    (expected,) = torch.autograd.grad((scores.softmax(-1) @ v.double()).square().sum(), exact)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-3, atol=1e-3)

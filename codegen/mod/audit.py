@@ -197,7 +197,7 @@ def audited(code: types.CodeType) -> Facts:
             attributes |= inner.attributes
             imports |= inner.imports
             refused = refused or inner.refused
-    unseen = sorted((found_globals & _FRAMES) | (attributes & {"__class__", "__torch_function__"}))
+    unseen = sorted((found_globals & _FRAMES) | (attributes & {"__class__", "__dict__", "__torch_function__"}))
     if unseen and not refused:
         refused = f"uses {unseen[0]} ({_where(code, None)})"
     return Facts(refused, frozenset(found_globals), frozenset(attributes), frozenset(imports), frozenset(numbers))

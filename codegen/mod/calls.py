@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import operator
@@ -16,8 +17,8 @@ from .graph_mod import GraphMod, replayed
 from .origins import made_of
 from .program import HostProgram, Untrackable
 from .purity import BY_OPERATORS, ITERATORS, OF_CONSTANTS, is_constant, is_pure
-from .randomness import draws, may_draw, refused, title
-from .stand_ins import HostValue, Reader, State, is_stand_in, state_of
+from .randomness import Watch, draws, may_draw, refused, title
+from .stand_ins import HostValue, Reader, State, is_stand_in, same_one, state_of
 from .tensors import is_distributed, is_pending
 
 _TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -159,11 +160,16 @@ def call(state: State, args: tuple, kwargs: dict):
         return reader.constant(value(*args), state.name)  # float("-inf") is as constant as what stands in the code
     if known and is_pure(value):
         name = getattr(value, "__name__", state.name)
-        if isinstance(getattr(value, "__self__", None), (types.ModuleType, type, types.NoneType)):
-            return reader.host(value, args, kwargs, name)
-        return reader.host(_called, (HostValue(state), *args), kwargs, name)  # a method, of what may be another object next time
+        if isinstance(value, types.BuiltinFunctionType):
+            watch = contextlib.nullcontext()  # `draws` knows by its name
+        else:
+            watch = Watch(lambda drawn: refused(title(drawn), running().source(), running().kind))
+        with watch:
+            if state.place is None or reader.is_the_same(value):
+                return reader.host(value, args, kwargs, name)
+            return reader.host(_called, (HostValue(state), *args), kwargs, name)  # it may be another object next time
     if not known and (reader.is_operation(value) or any(value is f for f in BY_OPERATORS)):
-        return value(*args, **kwargs)
+        return same_one(HostValue(state))(*args, **kwargs)
     if type(value) is GraphMod:
         return _call_graph(state, args)
     if stands_for_its_function(value):

@@ -7,7 +7,8 @@ valid if what decided anything while tracing is as it was; the values found are 
 
     a number that meets the mod's symbols     its type is compared; it becomes a run-time argument of the kernel
     a number that Python used (`if n`)        its value is compared
-    a string, None, a dtype, an enum member   its value is compared
+    a string, None, a dtype                   its value is compared
+    an enum member                            its identity is compared, and that the mod reads nothing of it that may change
     a tensor                                  dtype, rank, device and requires_grad are compared
     a function                                its code is compared; what it captures is read in turn
     a function or module of a library         its identity is compared
@@ -29,8 +30,8 @@ import torch
 
 from .audit import audited
 from .calls import call, host_call, is_tensor, stands_for_its_function
-from .program import NUMBERS, HostProgram, Untrackable, equal_to, number_guard, of_class, same_object
-from .purity import CONSTANTS, PURE_MODULES, is_constant, is_of_a_library, library
+from .program import NUMBERS, HostProgram, Untrackable, equal_to, member_guard, number_guard, of_class, same_object
+from .purity import CONSTANTS, PURE_MODULES, is_constant, is_of_a_library, library, library_of
 from .stand_ins import HostNumber, HostValue, State, pinned
 
 
@@ -101,20 +102,23 @@ class CaptureReader:
                 return self._refused(f"captures {name}, a {kind.__name__}", name)
             self.program.add_tensor(run, value, name)
             return value
-        if kind in CONSTANTS or isinstance(value, enum.Enum):
+        if isinstance(value, enum.Enum):
+            self.program.add(run, value, member_guard(value, self.program.attributes), name)
+            return value
+        if kind in CONSTANTS:
             self.program.add(run, value, equal_to(value), name)
             return value
-        if isinstance(value, types.ModuleType) or is_of_a_library(value) or self._is_operation(value):
-            guard = same_object(value)
-        else:
-            guard = of_class(kind)
+        guard = same_object(value) if self.is_the_same(value) else of_class(kind)
         return HostValue(State(self, self.program.add(run, value, guard, name), name))
 
     def constant(self, value, name: str):
         """What stands for a value that is the same at every call, or is compared elsewhere."""
         return value if is_constant(value) else HostValue(State(self, None, name, constant=value))
 
-    def _is_operation(self, value) -> bool:
+    def is_the_same(self, value) -> bool:
+        """Is it known by its identity, so that at a later call it is this very object?"""
+        if isinstance(value, types.ModuleType) or is_of_a_library(value):
+            return True
         return isinstance(value, types.FunctionType) and self.is_operation(value)
 
     def _refused(self, reason: str, name: str) -> HostValue:
@@ -211,6 +215,15 @@ class CaptureReader:
             self.program.add(lambda values: list(values[at].__kwdefaults__ or ()), keys, lambda found: found == keys, "keyword defaults")
             tracked.__kwdefaults__ = {k: self.track(v, lambda values, k=k: values[at].__kwdefaults__[k], k) for k, v in named.items()}
         return tracked
+
+
+def check_methods(attributes: set[str]) -> None:
+    """Raises Untrackable if one of these is what the program itself has put into torch.Tensor: captured tensors are no stand-ins."""
+    for name in attributes & vars(torch.Tensor).keys():
+        found = vars(torch.Tensor)[name]
+        function = found.fget if isinstance(found, property) else found
+        if not hasattr(found, "__get__") or isinstance(function, types.FunctionType) and library_of(function) != "torch":
+            raise Untrackable(f"reads {name} of tensors, which is not torch's own")
 
 
 def _builtins_of(function: types.FunctionType) -> dict:

@@ -68,6 +68,7 @@ class Run(metaclass=_RunType):
     def __init__(self, kind: str, table: ExprTable, operations: Operations) -> None:
         self.kind, self.table, self.operations = kind, table, operations
         self.shared: list[tuple] = []  # pairs of symbols that share memory in torch
+        self.numbers: list | None = None  # whose symbols stand for what the mod makes of them; None: a run takes symbols of others, too
         self.twins: dict[int, Expr] = {}  # what equals a node by q_idx, but by kv_idx (see long_dots.same_where_seen)
 
     @contextmanager

@@ -164,6 +164,8 @@ def _refuse_out(function, kwargs: dict) -> None:
 
 
 def _name_of(function) -> str:
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"torch.ops.{function}"
     name = function if isinstance(function, str) else getattr(function, "__qualname__", None) or repr(function)
     return name.replace("_VariableFunctionsClass.", "torch.").replace("TensorBase.", "Tensor.")
 

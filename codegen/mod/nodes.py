@@ -77,7 +77,7 @@ def to_expr(value) -> Expr:
     """The expression for anything a mod may use as an operand."""
     trace = Run.current
     if type(value) is Sym:
-        return value.expr
+        return value.expr if value.run is trace or trace.numbers is None else _kept(value, trace)
     if type(value) in (TensorView, Vector):
         value.incomplete()
     if type(value) is HostValue:
@@ -98,6 +98,22 @@ def to_expr(value) -> Expr:
     raise trace.error(
         f"{value!r} ({type(value).__name__}) is used where a number is needed", "Use symbols, Python numbers and captured tensors."
     )
+
+
+def _kept(symbol: Sym, trace: Run) -> Expr:
+    """A symbol of an earlier run. A mod may make a tensor of a number once, and keep it."""
+    expr, numbers = symbol.expr, symbol.run and symbol.run.numbers
+    number = expr.args[0] if expr.op == "cast" else expr
+    if number.is_literal:
+        found = trace.table.make(number.op, (), number.dtype, number.attr, number.weak)
+    elif number.op == "scalar" and numbers:
+        found = trace.number(numbers[number.attr])
+    else:
+        raise trace.error(
+            "a value that was computed in an earlier call, and kept",
+            "A mod computes its values anew at every call. Keep what they are computed of: numbers and tensors.",
+        )
+    return found if number is expr else trace.table.make(expr.op, (found,), expr.dtype, source=trace.source())
 
 
 def index_exprs(index: tuple) -> tuple[Expr, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import math
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -153,10 +155,40 @@ def equal_to(expected) -> Callable:
     if expected is None:
         return lambda value: value is None
     kind = type(expected)
+    if kind is complex:
+        parts = same_number(expected.real), same_number(expected.imag)
+        return lambda value: type(value) is complex and parts[0](value.real) and parts[1](value.imag)
     if kind is slice:
         expected = _parts_of(expected)
         return lambda value: type(value) is slice and _parts_of(value) == expected
     return lambda value: type(value) is kind and value == expected
+
+
+def member_guard(member: enum.Enum, attributes: set[str]) -> Callable:
+    """Guards a member of an enumeration. It is no stand-in, so the mod must use nothing of it that is computed or may be set.
+
+    attributes   names that the mod reads of objects
+    """
+    kind, own, operators = type(member), {name for name in vars(member) if not name.startswith("_")}, False
+    for base in kind.__mro__:
+        if base.__module__ not in ("enum", "builtins"):
+            own |= {name for name in vars(base) if not name.startswith("_") and name not in kind.__members__}
+            operators |= any(map(_is_operator, vars(base).values()))
+    if not _is_plain(member._value_):
+        own |= {"value", "_value_"}
+    return lambda value: value is member and not operators and own.isdisjoint(attributes)
+
+
+def _is_operator(found) -> bool:
+    """Is it a user's function that Python calls by itself?"""
+    if not isinstance(found, types.FunctionType) or found.__module__ == "enum":
+        return False
+    return found.__name__.startswith("__") and found.__name__ not in ("__new__", "__init__", "__init_subclass__", "__repr__")
+
+
+def _is_plain(value) -> bool:
+    """Is it a value that nobody can change?"""
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in (*NUMBERS, str, bytes, complex, type(None))
 
 
 def _parts_of(value: slice) -> tuple:

@@ -13,9 +13,11 @@ import random
 import re
 import sys
 import types
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .audit import audited
 from .errors import ModError, mod_error
@@ -87,6 +89,19 @@ def may_draw(function) -> bool:
     """Is this a function of Python code in torch that may call others which draw?"""
     home = _is_function(function) and getattr(function, "__module__", None)
     return isinstance(home, str) and home.startswith(("torch.distributions", "torch.nn.init"))
+
+
+class Watch(TorchDispatchMode):
+    """While captured Python code runs: raises what `refusal` makes of an operation of torch that draws random numbers."""
+
+    def __init__(self, refusal: Callable) -> None:
+        super().__init__()
+        self.refusal = refusal
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if draws_in_torch(function):
+            raise self.refusal(function)
+        return function(*args, **(kwargs or {}))
 
 
 def title(function) -> str:

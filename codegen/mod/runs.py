@@ -33,6 +33,7 @@ class TracingRun(Run):
         super().__init__(kind, ExprTable(), operations)
         self.tensors: dict[object, TensorCapture] = {}  # by what finds the value again
         self.scalars: dict[object, ScalarCapture] = {}
+        self.numbers: list = []
         self.codes: set[types.CodeType] = set()  # of the mod's functions that have made a node
         self._names: set[str] = set()
         self._sizes: dict[int, dict[int, int]] = {}  # that the graph depends on, by the tensor's identity and the dimension
@@ -192,7 +193,6 @@ class EagerRun(TracingRun):
         self.watches, self.with_grad = watches, torch.is_grad_enabled()
         self._applying: list[SourceLine] = []  # the lines where autograd.Functions that run are applied, if apply is no Python
         self._tensors: list[torch.Tensor] = []
-        self._numbers: list = []
 
     def tensor_index(self, tensor: torch.Tensor) -> int:
         if id(tensor) not in self.tensors:
@@ -214,8 +214,8 @@ class EagerRun(TracingRun):
     def _argument(self, value, name: str) -> Expr:
         if not fits_int32(value):
             return super().number(value)
-        self._numbers.append(value)
-        return self._scalar(len(self._numbers), value, name)
+        self.numbers.append(value)
+        return self._scalar(len(self.numbers), value, name)
 
     def _stands_in_code(self, value) -> bool:
         frame = sys._getframe(1)
@@ -282,7 +282,7 @@ class EagerRun(TracingRun):
         )
 
     def values(self) -> list:
-        return [*self._tensors, *self._numbers]
+        return [*self._tensors, *self.numbers]
 
 
 _CONVERSIONS = {"__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__", "__complex__"}  # to what Python compares

@@ -27,6 +27,7 @@ class Reader(Protocol):
     call       a captured object is called
     attribute  one of a captured object
     keys       those of a captured dict
+    is_the_same   whether a value is known by its identity
     track      the stand-in for a value that a step of the program finds again, from the `source` that is given
     constant   what stands for a value that is the same at every call
     """
@@ -39,6 +40,7 @@ class Reader(Protocol):
     def call(self, state: State, args: tuple, kwargs: dict): ...
     def attribute(self, state: State, name: str): ...
     def keys(self, state: State) -> list: ...
+    def is_the_same(self, value) -> bool: ...
     def track(self, value, run: Callable, name: str, source: object = None): ...
     def constant(self, value, name: str): ...
     def stand_in_function(self, state: State) -> Callable: ...
@@ -125,7 +127,7 @@ class HostValue:
 
     def __iter__(self):
         state = state_of(self)
-        if type(state.value) in (list, tuple) or isinstance(state.value, tuple):
+        if isinstance(state.value, (list, tuple)) and type(state.value).__iter__ in (list.__iter__, tuple.__iter__):
             return (self[i] for i in range(len(self)))
         if type(state.value) is dict:
             return iter(state.reader.keys(state))

@@ -8,19 +8,19 @@ import math
 
 import torch
 
-from .current import Symbolic, applied, running
+from .current import Run, Symbolic, applied, running
 from .expr import Expr
 from .operators import BINARY, COMPARISONS, UNARY, function_of
 
 
 class Sym(Symbolic):
-    """A 0-dim tensor known only inside the kernel, while a mod is traced."""
+    """A 0-dim tensor known only inside the kernel, while a mod is traced: in one run."""
 
-    __slots__ = ("expr",)
+    __slots__ = ("expr", "run")
     _value = "expr"
 
     def __init__(self, expr: Expr) -> None:
-        self.expr = expr
+        self.expr, self.run = expr, Run.current
 
     __array_ufunc__ = None  # a NumPy number leaves the operation to the symbol
     dtype = property(lambda self: self.expr.dtype)
@@ -81,7 +81,7 @@ class Sym(Symbolic):
         raise running().error("a symbol is a scalar and cannot be indexed", "Index a captured tensor instead.")
 
     def __setattr__(self, name, value):
-        if name != "expr":
+        if name not in Sym.__slots__:
             raise running().error(f"a symbol has no attribute {name!r} to set")
         object.__setattr__(self, name, value)
 

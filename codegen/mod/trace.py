@@ -20,7 +20,7 @@ import torch
 
 from ..registry import Table
 from ..turn import Turn
-from .capture import name_of, plain
+from .capture import check_methods, name_of, plain
 from .current import Symbolic
 from .decisions import with_rounded_products
 from .dispatch import OPERATIONS, Mode
@@ -110,6 +110,7 @@ def replayable(mod, kind: str) -> tuple[Traced, list]:
     run = ReplayedRun(mod, kind, OPERATIONS)
     result = _result(run, run.reader.root())
     values = run.values()
+    check_methods(run.program.attributes)
     return Traced(_graph_of(mod, run, result), run.program, (*run.tensors, *run.scalars), frozenset(run.codes)), values
 
 
@@ -147,8 +148,8 @@ def _warn_of_float64(run: TracingRun, result: Expr) -> None:
 def _result(run: TracingRun, mod) -> Expr:
     """What the mod gives for symbols. They are 0-dim: score is float32, b, h, q_idx and kv_idx are int32."""
     names = SCORE_SYMBOLS if run.kind == "score" else MASK_SYMBOLS
-    symbols = [Sym(run.table.make("symbol", (), torch.float32 if n == "score" else torch.int32, attr=n)) for n in names]
     with run.active():
+        symbols = [Sym(run.table.make("symbol", (), torch.float32 if n == "score" else torch.int32, attr=n)) for n in names]
         with Mode():
             try:
                 result = run_mod(mod, symbols)

@@ -15,7 +15,7 @@ from .lookups import LOOKUPS
 from .symbols import Sym, TensorView, Vector
 from .vector_dtypes import of_floats, rounded_once, summed_in
 from .vector_moves import JOINS, MOVES, moved
-from .vector_statistics import STATISTICAL, STATISTICS, extreme
+from .vector_statistics import STATISTICAL, STATISTICS, extreme, power
 from .vectors import REDUCTIONS, apply_to_elements, as_vector, is_vector, pinned_all, reduced
 
 
@@ -82,8 +82,13 @@ def _norm(x, p=None, dim=None, keepdim=False, *, ord=None, dtype=None):
         found = reduced("sum", x != 0, dim, keepdim)
     elif p == 1:
         found = reduced("sum", torch.abs(x), dim, keepdim)
+    elif p < 0:
+        none = reduced("any", x == 0, dim, keepdim)
+        found = reduced("sum", torch.where(x == 0, 1.0, torch.abs(x)) ** p, dim, keepdim) ** (1.0 / p)
+        found = torch.where(none, 0.0, found)
     else:
-        found = _root(reduced("sum", x * x if p == 2 else torch.abs(x) ** p, dim, keepdim), p)
+        powers = x * x if p == 2 else power(torch.abs(x), p) if 0 < p < 1 else torch.abs(x) ** p
+        found = power(reduced("sum", powers, dim, keepdim), 1.0 / p)
     return found.to(given)
 
 
@@ -92,13 +97,6 @@ def _matrix_norm(x, ord=None, dim=None, keepdim=False, *, dtype=None):
     if ord is not None and (x.ndim if dim is None else len(dim) if isinstance(dim, (tuple, list)) else 1) > 1 and ord != "fro":
         raise running().error(f"a matrix norm of order {ord}", "Write torch.linalg.vector_norm, or 'fro'.")
     return _norm(x, ord, dim, keepdim, dtype=dtype)
-
-
-def _root(total, p):
-    """total ** (1 / p), with the gradient 0 at 0 that torch's norms have there."""
-    none = total == 0
-    inside = torch.where(none, 1.0, total)
-    return torch.where(none, 0.0, torch.sqrt(inside) if p == 2 else inside ** (1.0 / p))
 
 
 def _dist(a, b, p=2):

@@ -86,7 +86,14 @@ def var(x, dim=None, unbiased=None, keepdim=False, *, correction=None):
 
 @rounded_once()
 def std(x, *args, **kwargs):
-    return torch.sqrt(var(x, *args, **kwargs))
+    return power(var(x, *args, **kwargs), 0.5)
+
+
+def power(x, p: float):
+    """x ** p with the gradient 0 at 0 that torch's norms and standard deviations have there."""
+    none = x == 0
+    inside = torch.where(none, 1.0, x)
+    return torch.where(none, 0.0, torch.sqrt(inside) if p == 0.5 else inside**p)
 
 
 def extreme(x, dim, keepdim: bool = False, *, largest: bool) -> Extreme:
