@@ -56,19 +56,24 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
         kv_indices: torch.Tensor,
         full_kv_num_blocks: torch.Tensor | None = None,
         full_kv_indices: torch.Tensor | None = None,
-        BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
-        mask_mod: MaskMod = noop_mask,
-        *,
         q_num_blocks: torch.Tensor | None = None,
         q_indices: torch.Tensor | None = None,
         full_q_num_blocks: torch.Tensor | None = None,
         full_q_indices: torch.Tensor | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+        mask_mod: MaskMod = noop_mask,
+        *,
+        dq_write_order: torch.Tensor | None = None,
+        dq_write_order_full: torch.Tensor | None = None,
+        dq_kv_order: torch.Tensor | None = None,
+        dq_kv_order_spt: bool | None = None,
     ) -> None:
         """A block mask from lists made elsewhere, which may leave out B and H. They are copied, by kernels that nobody waits for; counts
         above a list's width and entries outside the mask list nothing, and a block listed as full and as partial is full.
 
         q_num_blocks, q_indices, full_q_num_blocks and full_q_indices are there for code written for torch: the transposed lists are made
-        of the others. Raises TypeError, ValueError or NotImplementedError for arguments, showing shapes that do not fit.
+        of the others. So are the orders of dQ's writes, which no kernel here needs. Raises TypeError, ValueError or NotImplementedError
+        for arguments, showing shapes that do not fit.
         """
         for counts, indices, names in (
             (q_num_blocks, q_indices, "q_num_blocks and q_indices"),
@@ -76,6 +81,10 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
         ):
             if (counts is None) != (indices is None):
                 raise ValueError(f"{names} go together: give both or neither")
+            if not (counts is None or isinstance(counts, torch.Tensor) and isinstance(indices, torch.Tensor)):
+                raise TypeError(
+                    f"{names} must be tensors, got {type(counts).__name__} and {type(indices).__name__}; BLOCK_SIZE comes later"
+                )
         if not callable(mask_mod):
             raise TypeError(f"mask_mod must be a function, got {type(mask_mod).__name__}")
         check_surroundings("BlockMask")
@@ -127,7 +136,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
         return self._decided and size == self.BLOCK_SIZE and self._seq_lengths == lengths
 
     @classmethod
-    def from_kv_blocks(  # type: ignore[override]  # torch's takes orders of dQ writes, which no kernel here needs
+    def from_kv_blocks(
         cls,
         kv_num_blocks: torch.Tensor,
         kv_indices: torch.Tensor,
@@ -137,24 +146,21 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
         mask_mod: MaskMod | None = None,
         seq_lengths: tuple[int, int] | None = None,
         compute_q_blocks: bool = True,
+        *,
+        dq_write_order: torch.Tensor | None = None,
+        dq_write_order_full: torch.Tensor | None = None,
+        dq_kv_order: torch.Tensor | bool | None = None,
     ) -> BlockMask:
         """A block mask from lists made elsewhere, as `BlockMask(...)` makes it. mask_mod=None hides nothing inside the listed blocks.
 
-        seq_lengths is (rows, columns) of kv_indices in whole blocks if it is not given. compute_q_blocks is there for code written for
-        torch: the transposed lists are made when first asked for, whatever it says.
+        seq_lengths is (rows, columns) of kv_indices in whole blocks if it is not given. compute_q_blocks and the orders of dQ's writes are
+        there for code written for torch: the transposed lists are made when first asked for, whatever it says.
         """
         size = block_size(BLOCK_SIZE)
         if seq_lengths is None and isinstance(kv_indices, torch.Tensor) and not kv_indices.is_nested and kv_indices.dim() >= 2:
             seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1])
-        return cls(
-            (0, 0) if seq_lengths is None else seq_lengths,
-            kv_num_blocks,
-            kv_indices,
-            full_kv_num_blocks,
-            full_kv_indices,
-            size,
-            noop_mask if mask_mod is None else mask_mod,
-        )
+        lists = kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices
+        return cls(seq_lengths or (0, 0), *lists, BLOCK_SIZE=size, mask_mod=noop_mask if mask_mod is None else mask_mod)
 
     def for_kernels(self) -> tuple[BlockLists, Callable]:
         """The lists that kernels walk, and the mask_mod of their partial blocks: the mask's own, unless its blocks do not suit them

@@ -45,7 +45,7 @@ def adopt(mask, lengths: tuple[int, int]) -> BlockMask:
     except (AttributeError, TypeError, RuntimeError):  # no tensors, of inference mode, or a mask that cannot be a key
         kept = found = None
     if found is None or found[0] != state:
-        made = BlockMask(lengths, *tables, mask.BLOCK_SIZE, mask.mask_mod)
+        made = BlockMask(lengths, *tables, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
         if not kept:
             return made
         found = _adopted[mask] = state, tables, made  # holding the tensors, so that no other gets the id of one

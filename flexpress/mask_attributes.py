@@ -37,6 +37,9 @@ class MaskAttributes:
         missing = 0 if width is None else width - tensor.shape[-1]
         return torch.nn.functional.pad(tensor, (0, missing)) if missing > 0 else tensor.clone()
 
+    # torch's orders of dQ's writes, which no kernel here needs
+    dq_write_order = dq_write_order_full = dq_kv_order = dq_kv_order_spt = None
+
     @property
     def BLOCK_SIZE(self) -> tuple[int, int]:
         """(Q block, KV block), in positions."""
@@ -136,7 +139,7 @@ class MaskAttributes:
     @classmethod
     def _unflatten(cls, tensors, context):
         lengths, size, mask_mod = context
-        return cls(lengths, *tensors, size, mask_mod)
+        return cls(lengths, *tensors, BLOCK_SIZE=size, mask_mod=mask_mod)
 
     def _flatten_with_keys(self) -> tuple[tuple, ...]:
         return tuple(

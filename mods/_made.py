@@ -21,15 +21,18 @@ class Made:
     """
 
     stands_for_its_function = True
+    __name__: str  # as of the function, or as it was called since
 
     def __init__(self, function: Callable, recipe: Callable, args: tuple, kwargs: dict) -> None:
         self.function, self.recipe, self.args, self.kwargs = function, recipe, args, kwargs
 
-    __name__ = property(lambda self: self.function.__name__)
-    __wrapped__ = property(lambda self: self.function)  # where inspect.signature looks
+        functools.update_wrapper(self, function)  # its names, which may be changed, and where inspect.signature looks
 
-    def __call__(self, *symbols):
-        return self.function(*symbols)
+    __code__ = property(lambda self: self.function.__code__)
+    __closure__ = property(lambda self: self.function.__closure__)
+
+    def __call__(self, *symbols, **named):
+        return self.function(*symbols, **named)
 
     def __repr__(self) -> str:
         return f"<mod {self.__name__} of {self.recipe.__module__}.{self.recipe.__qualname__}>"

@@ -175,7 +175,7 @@ def test_a_flipped_verdict_is_found(was, becomes):
             continue
         planted += 1
         status[tuple((status == was).nonzero()[0].tolist())] = becomes
-        flipped = BlockMask(mask.seq_lengths, *masks.block_lists(status, True), mask.BLOCK_SIZE, mask.mask_mod)
+        flipped = BlockMask(mask.seq_lengths, *masks.block_lists(status, True), BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
         assert p.check(names | {"mask": flipped}).differences
     assert planted
 

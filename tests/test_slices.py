@@ -312,8 +312,8 @@ def test_equality_is_of_meaning():
         torch.where(past, 5, other.kv_indices),
         other.full_kv_num_blocks,
         other.full_kv_indices,
-        other.BLOCK_SIZE,
-        other.mask_mod,
+        BLOCK_SIZE=other.BLOCK_SIZE,
+        mask_mod=other.mask_mod,
     )
     assert mask == other and hash(mask) == hash(other) and mask[:, :, 2:4] == other[:, :, 2:4] and mask in {other}
     made = dict(Q_LEN=100, KV_LEN=90, device="cpu", BLOCK_SIZE=16)

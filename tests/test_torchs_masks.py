@@ -200,3 +200,27 @@ def test_masks_of_other_lengths_are_refused(create):
     for lengths in ((100, 100), (LENGTH - 1, LENGTH), (LENGTH + 1, LENGTH)):
         with pytest.raises(ValueError, match="block_mask was made for"):
             flex_attention(q, k, v, block_mask=create(causal, None, None, *lengths, device="cpu"))
+
+
+def test_lists_in_torchs_order():
+    """All by position, with orders of dQ's writes, which are taken and not there."""
+    theirs = torchs.create_block_mask(near, None, None, LENGTH, LENGTH, device="cpu")
+    lists = [getattr(theirs, f"{kind}{name}") for kind in ("kv_", "full_kv_", "q_", "full_q_") for name in ("num_blocks", "indices")]
+    made = BlockMask((LENGTH, LENGTH), *lists, (128, 128), near, dq_write_order=None)
+    assert torch.equal(made.to_dense(), theirs.to_dense()) and made.mask_mod is near
+    assert made.dq_write_order is made.dq_write_order_full is made.dq_kv_order is made.dq_kv_order_spt is None
+    again = BlockMask.from_kv_blocks(*lists[:4], mask_mod=near, seq_lengths=(LENGTH, LENGTH), dq_kv_order=True)
+    assert again == made
+    with pytest.raises(TypeError, match="q_num_blocks and q_indices must be tensors, got int and function; BLOCK_SIZE comes later"):
+        BlockMask((LENGTH, LENGTH), *lists[:4], 128, near)
+
+
+@pytest.mark.parametrize("combine", [flexpress.and_masks, flexpress.or_masks, torchs.or_masks], ids=["and", "or", "torchs"])
+def test_combined_masks_are_functions_to_their_users(combine):
+    """They get names, as attention-gym gives them, and arguments by name."""
+    mask_mod = combine(causal, near)
+    mask_mod.__name__ = "prefix_lm_4"
+    assert mask_mod.__name__ == "prefix_lm_4" and mask_mod.__qualname__ and mask_mod.__code__.co_argcount == 4
+    b, i = torch.tensor(0), torch.arange(4)
+    assert torch.equal(mask_mod(b=b, h=b, q_idx=i[:, None], kv_idx=i), mask_mod(b, b, i[:, None], i))
+    assert create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu").to_dense().any()
