@@ -160,7 +160,8 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
         if seq_lengths is None and isinstance(kv_indices, torch.Tensor) and not kv_indices.is_nested and kv_indices.dim() >= 2:
             seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1])
         lists = kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices
-        return cls(seq_lengths or (0, 0), *lists, BLOCK_SIZE=size, mask_mod=noop_mask if mask_mod is None else mask_mod)
+        seq_lengths = (0, 0) if seq_lengths is None else seq_lengths
+        return cls(seq_lengths, *lists, BLOCK_SIZE=size, mask_mod=noop_mask if mask_mod is None else mask_mod)
 
     def for_kernels(self) -> tuple[BlockLists, Callable]:
         """The lists that kernels walk, and the mask_mod of their partial blocks: the mask's own, unless its blocks do not suit them
