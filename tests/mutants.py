@@ -1686,6 +1686,13 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
 ]
 VARIOUS = [
     Mutant(
+        "codegen/text/expressions.py",
+        "if id(node) in self.deciding",
+        "if False",
+        named("decisions", "approximated"),
+        "a mask is decided by an approximate tanh in some kernels",
+    ),
+    Mutant(
         "codegen/mod/calls.py",
         "if state.place is None or reader.is_the_same(value):",
         "if True:",

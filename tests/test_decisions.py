@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from flexpress import create_block_mask, create_mask, evaluate_mod, flex_attention
+from flexpress.codegen.run.preview import compilation
+from flexpress.codegen.text.render import render
 from support.devices import DEVICES
 
 S = 150
@@ -75,3 +77,17 @@ def test_choices_of_scores(device):
     assert torch.equal(evaluate_mod(above, own[None, None]), torch.zeros(1, 1, 60, 60, device=device))
     out = flex_attention(q, k, torch.eye(60, device=device)[None, None], above, scale=0.3)
     torch.testing.assert_close(out, torch.full_like(out, 1 / 60))
+
+
+def test_what_decides_is_not_approximated():
+    """tanh has an approximate spelling for 16-bit attention: another dtype, or create_mask, must not attend to others."""
+    row = torch.rand(300)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return torch.tanh(score / 9) + torch.where(torch.tanh(row[q_idx]) > 0.5, 1.0, 0.0)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return torch.tanh(row[q_idx] * row[kv_idx]) >= 0.3
+
+    text = render(compilation("sm_90", score_mod, mask_mod, "bfloat16", 64).spec)
+    assert text.count("libdevice.tanh(") == 2 and text.count(" tanh_approx(") == 2  # its definition, and one call

@@ -21,20 +21,20 @@ _SUM, _PRODUCT = FUNCTIONS[operator.add], FUNCTIONS[operator.mul]
 def with_rounded_products(result: Expr, table: ExprTable) -> Expr:
     """An expression in which sums that something is decided by have rounded products."""
     nodes = walk(result)
-    deciding = _deciding(nodes)
-    if not any(id(n) in deciding and row_of(n).signs for n in nodes):
+    found = deciding(nodes)
+    if not any(id(n) in found and row_of(n).signs for n in nodes):
         return result
     made: dict[int, Expr] = {}
     for node in nodes:
         args = [made[id(a)] for a in node.args]
-        if id(node) in deciding and row_of(node).signs:
+        if id(node) in found and row_of(node).signs:
             args = [_rounded(new, table) if _may_be_product(old) else new for new, old in zip(args, node.args, strict=True)]
         same = all(new is old for new, old in zip(args, node.args, strict=True))
         made[id(node)] = node if same else table.make(node.op, tuple(args), node.dtype, node.attr, node.weak, node.source)
     return made[id(result)]
 
 
-def _deciding(nodes: list[Expr]) -> set[int]:
+def deciding(nodes: list[Expr]) -> set[int]:
     """The floats whose rounding may change a result by more than a rounding."""
     found: set[int] = set()
     for node in reversed(nodes):

@@ -23,10 +23,12 @@ class Expressions:
     varies       per node: the symbols that it depends on
     node         which is being printed; None when it is the result
     by_distance  kv_idx - q_idx is `distance`, and the two do not occur otherwise
+    deciding     nodes that something is decided by: not approximated, as other kernels decide the same
     """
 
-    def __init__(self, target: Target, prefix: str, by_distance: bool = False) -> None:
+    def __init__(self, target: Target, prefix: str, by_distance: bool = False, deciding: set[int] | None = None) -> None:
         self.target, self.language, self.prefix, self.by_distance = target, target.language, prefix, by_distance
+        self.deciding = deciding or set()
         self.statements: list[Statement] = []
         self.codes: dict[int, Code] = {}
         self.varies: dict[int, frozenset[str]] = {}
@@ -96,7 +98,8 @@ class Expressions:
             operands[1] = self.language.number(operands[1], node.dtype)
         if row.plainer is not None and row.plainer[1](node.dtype, *map(self.range_of, node.args)):
             return self.language.plainer(row, *operands)
-        return self.language.operation(row, kind(wanted[-1]), self.target.backend, self.target.precision, *operands)
+        precision = "float32" if id(node) in self.deciding else self.target.precision
+        return self.language.operation(row, kind(wanted[-1]), self.target.backend, precision, *operands)
 
     def difference(self, node: Expr, name: str) -> Code:
         """kv_idx - q_idx or q_idx - kv_idx, where the first is in the kernel under a name."""

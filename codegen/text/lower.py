@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from ..mod.decisions import deciding
 from ..mod.distance import sign_of_difference
 from ..mod.expr import MASK_SYMBOLS, Expr, ModGraph, walk
 from ..mod.loads import POSITIONS
@@ -47,7 +48,7 @@ class _Printer:
         self.graph, self.names, self.language, self.known = graph, names, target.language, known or {}
         # symbols that differ within a tile
         self.axes = POSITIONS.union({"h"} if target.packed_heads else (), {"b"} if target.packed_sequences else ())
-        self.expressions = Expressions(target, prefix, by_distance)
+        self.expressions = Expressions(target, prefix, by_distance, deciding(walk(graph.result)))
         self.addresses = Addresses(graph, names, layouts, self.axes, self.expressions)
         self.dots = Dots(self.addresses)
 
