@@ -142,7 +142,9 @@ def _check_batch(
             "page_table which ones are theirs"
         )
     if max_q_len is not None and not ragged:
-        raise ValueError(f"max_q_len ({max_q_len}) is for cu_seqlens_q; {name} {tuple(tokens.shape)} has as many queries of each sequence")
+        raise ValueError(
+            f"max_q_len ({max_q_len}) goes with cu_seqlens_q, and there is none; {name} {tuple(tokens.shape)} says it, leave it out"
+        )
     if max_q_len is not None:
         whole("max_q_len", max_q_len)
 
