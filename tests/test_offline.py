@@ -547,3 +547,15 @@ def test_unknown_target():
         compilation("sm_70")
     with pytest.raises(ValueError, match="'cpu' compiles nothing"):
         compilation("cpu").compile()
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_products_that_decide_are_rounded(target):
+    """The compiler makes multiply-adds of them and 0, not of one of them and the other (see decisions.py)."""
+    x, y = torch.rand(300), torch.rand(300)
+
+    def turned_left(b, h, q_idx, kv_idx):
+        return x[q_idx] * y[kv_idx] - x[kv_idx] * y[q_idx] >= 0
+
+    added = re.findall(r"fma\.rn\.f32[^;]*, (\S+);", dense_mask_compilation(target, turned_left).compile("ptx").assembly["ptx"])
+    assert added and set(added) == {"0f00000000"}
