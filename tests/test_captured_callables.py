@@ -124,6 +124,13 @@ class Kind(enum.Enum):
         return score * REACH[self.value]
 
 
+class Named(str, enum.Enum):
+    NEAR = "near"
+
+    def __str__(self):
+        return self.value
+
+
 class Level(enum.IntEnum):
     LOW = 1
     HIGH = 2
@@ -147,6 +154,7 @@ def test_members_of_enumerations():
     fixed = {
         lambda score, b, h, q_idx, kv_idx: score * (2 if kind == Kind.NEAR else 3): 2,
         lambda score, b, h, q_idx, kv_idx: score * len(kind.value): 4,
+        lambda score, b, h, q_idx, kv_idx: score * (2 if Named.NEAR == "near" else 3): 2,
         lambda score, b, h, q_idx, kv_idx: score * level + Level.HIGH: 4,
     }
     for mod, expected in fixed.items():

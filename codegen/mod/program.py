@@ -180,10 +180,13 @@ def member_guard(member: enum.Enum, attributes: set[str]) -> Callable:
 
 
 def _is_operator(found) -> bool:
-    """Is it a user's function that Python calls by itself?"""
+    """Is it a user's function that Python calls by itself, and not to make or to show the member?"""
     if not isinstance(found, types.FunctionType) or found.__module__ == "enum":
         return False
-    return found.__name__.startswith("__") and found.__name__ not in ("__new__", "__init__", "__init_subclass__", "__repr__")
+    return found.__name__.startswith("__") and found.__name__ not in _MAKING_OR_SHOWING
+
+
+_MAKING_OR_SHOWING = {"__new__", "__init__", "__init_subclass__", "__repr__", "__str__", "__format__", "__hash__"}
 
 
 def _is_plain(value) -> bool:
