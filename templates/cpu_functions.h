@@ -3,17 +3,18 @@
 
 namespace flexpress {
 
-// ---- functions. Those of Float are Sleef's, those of float the system's
+// ---- functions, Sleef's. A number's is that of a vector: what is compared may be one here and the other there
 
 #define FUNCTION(name, accuracy)                                                        \
     extern "C" Float::Native SLEEF(name, accuracy)(Float::Native);                      \
     INLINE Float name(Float x) { return Float(SLEEF(name, accuracy)(x.v)); }              \
-    INLINE float name(float x) { return __builtin_##name##f(x); }
+    INLINE float name(float x) { return name(Float(x)).v[0]; }
 #define FUNCTION_2(name, accuracy)                                                      \
     extern "C" Float::Native SLEEF(name, accuracy)(Float::Native, Float::Native);       \
     template <class A, class B> INLINE Both<A, B> name(A x, B y) {                       \
-        if constexpr (is_vector<Both<A, B>>) return Float(SLEEF(name, accuracy)(Float(x).v, Float(y).v)); \
-        else return __builtin_##name##f(x, y);                                                   \
+        const Float found(SLEEF(name, accuracy)(Float(x).v, Float(y).v));                            \
+        if constexpr (is_vector<Both<A, B>>) return found;                                        \
+        else return found.v[0];                                                                  \
     }
 FUNCTION(exp, u10)
 FUNCTION(exp2, u10)
@@ -47,8 +48,8 @@ INLINE Float asinh(Float x) {
     return where(size < 1e18f, Float(SLEEF(asinh, u10)(x.v)), where(x < 0.0f, -far, far));
 }
 INLINE Float acosh(Float x) { return where(x < 1e18f, Float(SLEEF(acosh, u10)(x.v)), log(x) + 0.6931471824645996f); }
-INLINE float asinh(float x) { return __builtin_asinhf(x); }
-INLINE float acosh(float x) { return __builtin_acoshf(x); }
+INLINE float asinh(float x) { return asinh(Float(x)).v[0]; }
+INLINE float acosh(float x) { return acosh(Float(x)).v[0]; }
 
 // 2 to the power of x <= 127, to float32's rounding; 0 below 2^-126. A tenth of what Sleef's takes
 INLINE Float fast_exp2(Float x) {
@@ -75,7 +76,7 @@ INLINE Float tanh(Float x) {
     const Float far = 1.0f - 2.0f / (fast_exp2(where(size > 20.0f, 20.0f, size) * 2.8853900817779268f) + 1.0f);
     return where(size < 0.625f, x + x * z * p, where(x < 0.0f, -far, far));
 }
-INLINE float tanh(float x) { return __builtin_tanhf(x); }
+INLINE float tanh(float x) { return tanh(Float(x)).v[0]; }
 template <class X> INLINE auto sqrt(X x) { return lanewise([](float a) { return __builtin_sqrtf(a); }, x); }
 template <class X> INLINE auto rsqrt(X x) { return 1.0f / sqrt(x); }
 template <class X> INLINE auto sigmoid(X x) { return 1.0f / (1.0f + exp(-x)); }

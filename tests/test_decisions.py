@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexpress import create_block_mask, create_mask, evaluate_mod, flex_attention
-from flexpress.codegen.run.preview import compilation
+from flexpress.codegen.run.preview import compilation, hopper_compilation
 from flexpress.codegen.text.render import render
 from support.devices import DEVICES
 
@@ -91,3 +91,65 @@ def test_what_decides_is_not_approximated():
 
     text = render(compilation("sm_90", score_mod, mask_mod, "bfloat16", 64).spec)
     assert text.count("libdevice.tanh(") == 2 and text.count(" tanh_approx(") == 2  # its definition, and one call
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_roots_of_0_have_a_value(device):
+    """Distances by products, as torch computes them: no rounding leaves less than 0 where torch has 0."""
+    x = (torch.rand(64, generator=torch.Generator().manual_seed(1)) * 3).to(device)
+    positions, zero, eye = (
+        torch.arange(64, device=device),
+        torch.zeros(1, 1, 64, 64, device=device),
+        torch.eye(64, device=device)[None, None],
+    )
+
+    def apart(score, b, h, q_idx, kv_idx):
+        return score - torch.sqrt(x[q_idx] * x[q_idx] + x[kv_idx] * x[kv_idx] - 2 * x[q_idx] * x[kv_idx])
+
+    def decay(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx >= kv_idx, score - torch.sqrt(q_idx * 0.1 - kv_idx * 0.1), -torch.inf)
+
+    for mod in (apart, decay):
+        expected = mod(zero[0, 0], 0, 0, positions[:, None], positions)
+        expected = torch.where(expected.isnan(), -torch.inf, expected) if mod is decay else expected
+        for queries in (64, 4):
+            weights = flex_attention(zero[:, :, :queries], zero, eye, mod)[0, 0]
+            torch.testing.assert_close(weights, expected[:queries].softmax(-1), rtol=1e-4, atol=1e-5)
+
+
+FUNCTIONS = "exp exp2 expm1 log log2 log10 log1p sin cos tan atan asin acos sinh cosh asinh acosh atanh erf erfc tanh sigmoid sqrt rsqrt"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_function_of_a_query_is_that_of_a_key(device):
+    """What is a vector in one place and a number in another. All functions at once, each where it is defined."""
+    inside, above = torch.linspace(-0.99, 0.99, S, device=device), torch.linspace(1.01, 9.0, S, device=device)
+    functions = [(getattr(torch, name), inside if name in ("asin", "acos", "atanh") else above) for name in FUNCTIONS.split()]
+
+    def same(b, h, q_idx, kv_idx):
+        found = q_idx == q_idx
+        for function, x in functions:
+            found = found & ((function(x[q_idx]) == function(x[kv_idx])) | (q_idx != kv_idx))
+        return found & (q_idx >= kv_idx)
+
+    expected = torch.ones(S, S, device=device).tril()
+    assert torch.equal(create_mask(same, 1, 1, S, S, device=device)[0, 0].float(), expected)
+    zero, eye = torch.zeros(1, 1, S, 64, device=device), torch.eye(S, device=device)[None, None]
+    for queries in (S, 4):
+        out = flex_attention(zero[:, :, :queries], zero, eye, mask_mod=same)
+        assert torch.equal((out[0, 0] > 0).float(), expected[:queries])
+
+
+def test_quotients_and_roots_that_decide_are_the_nearest_floats():
+    """Triton's `/` and sqrt are approximate."""
+    row = torch.rand(300)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (torch.sqrt(row[q_idx]) <= row[kv_idx]) & ((q_idx / 3).floor() == (kv_idx / 3).floor())
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score / torch.sqrt(row[kv_idx] + 1)
+
+    for print_of in (hopper_compilation, compilation):
+        text = render(print_of("sm_90", score_mod, mask_mod, "bfloat16", 64).spec)
+        assert text.count("l.sqrt_rn(") == 1 and text.count("l.div_rn(") == 2 and text.count("l.sqrt(") == 1

@@ -4,7 +4,7 @@ A compiler makes one multiply-add of `a * b - c`, which does not round the produ
 may differ by a rounding, as everywhere. But `a * b - c * d == 0` would then attend in the forward pass and not in the backward pass, or
 neither where torch does. So a product that is added to something on the way to a comparison, or to a conversion to integers, gets 0 added
 first: the multiply-add is that of `a * b + 0`, which is the rounded product. IEEE 754 forbids compilers to leave out that addition, as it
-makes 0 of -0.
+makes 0 of -0. So it is on the way to a function with an edge: where torch has the root of 0, `sqrt(a * a + b * b - 2 * a * b)` had NaN.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ def with_rounded_products(result: Expr, table: ExprTable) -> Expr:
     """An expression in which sums that something is decided by have rounded products."""
     nodes = walk(result)
     found = deciding(nodes)
-    if not any(id(n) in found and row_of(n).signs for n in nodes):
+    at_edges = deciding(nodes, edges=True) - found
+    if not any(id(n) in found | at_edges and row_of(n).signs for n in nodes):
         return result
     made: dict[int, Expr] = {}
     for node in nodes:
         args = [made[id(a)] for a in node.args]
-        if id(node) in found and row_of(node).signs:
-            args = [_rounded(new, table) if _may_be_product(old) else new for new, old in zip(args, node.args, strict=True)]
+        if row_of(node).signs and id(node) in found | at_edges:
+            rounds = _may_be_product if id(node) in found else _is_product
+            args = [_rounded(new, table) if rounds(old) else new for new, old in zip(args, node.args, strict=True)]
         same = all(new is old for new, old in zip(args, node.args, strict=True))
         made[id(node)] = node if same else table.make(node.op, tuple(args), node.dtype, node.attr, node.weak, node.source)
     return made[id(result)]
 
 
-def deciding(nodes: list[Expr]) -> set[int]:
-    """The floats whose rounding may change a result by more than a rounding."""
+def deciding(nodes: list[Expr], edges: bool = False) -> set[int]:
+    """The floats whose rounding may change a result by more than a rounding: edges: beside an edge of a function, too."""
     found: set[int] = set()
     for node in reversed(nodes):
-        floating = node.dtype.is_floating_point
-        if not floating or row_of(node).jumps or id(node) in found:
+        floating, row = node.dtype.is_floating_point, row_of(node)
+        if not floating or row.jumps or edges and row.edged or id(node) in found:
             found.update(id(a) for a in node.args if a.dtype.is_floating_point)
     return found
 
@@ -52,6 +54,10 @@ def _may_be_product(node: Expr) -> bool:
         return node.op == "symbol" and node.dtype.is_floating_point
     exact = row_of(node) is _PRODUCT and any(map(_is_power_of_2, node.args))
     return node.op != "load" and node.dtype.is_floating_point and bool(row_of(node).product) and not exact
+
+
+def _is_product(node: Expr) -> bool:
+    return row_of(node) is _PRODUCT and _may_be_product(node)
 
 
 def _is_power_of_2(factor: Expr) -> bool:

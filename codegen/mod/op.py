@@ -13,6 +13,7 @@ Columns of a row (`Op`):
     cpp          the C++ spelling, with functions of templates/cpu_functions.h, where it is not Triton's: for any operands, or per kind of
                  operand, and "plainer" where that is not the one of `plainer`
     approximate  spellings used instead for a (target, attention dtype): faster, and exact to that dtype's own rounding
+    rounded      the Triton spelling whose result is the nearest float, for what something is decided by
     plainer      a shorter spelling and when it means the same: rule(result's dtype, (low, high) of each operand)
     expand       instead of `triton`: a function that writes the row in terms of other rows
     simpler      a function that writes the row in terms of other rows for some operands, None for others
@@ -25,6 +26,7 @@ Traits, which simplification and analysis ask for:
 
     exact        a float is not rounded: it is an operand, up to its sign, or a whole number
     jumps        a rounding of an operand may change the result by more than a rounding
+    edged        beside an operand that has a value there may be one that has none, or an infinite one
     divides      the second operand is a divisor: of integers, anything may come of a division by 0
     signs        a sum: with which sign each operand enters it, 1 or -1
     scales       operands that the result is a multiple of while the other stays the same
@@ -78,6 +80,7 @@ class Op:
     triton: str | dict[str, str] | None = None
     operands: str = "result"
     approximate: dict[tuple[str, str], str] = field(default_factory=dict)
+    rounded: str = ""
     plainer: tuple[str, Callable] | None = None
     expand: Callable | None = None
     simpler: Callable | None = None
@@ -87,6 +90,7 @@ class Op:
     cpp: str | dict[str, str] = field(default_factory=dict)
     exact: bool = False
     jumps: bool = False
+    edged: bool = False
     divides: bool = False
     signs: tuple[int, ...] = ()
     scales: tuple[int, ...] = ()

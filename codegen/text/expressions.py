@@ -11,6 +11,7 @@ from ..mod.index_range import value_range
 from ..mod.op import kind
 from ..mod.ops import row_of
 from .code import Code, Statement
+from .language import EXACT
 from .snippet import Target
 
 _ANY_LENGTH = dict.fromkeys(MASK_SYMBOLS, (0, (1 << 31) - 1))
@@ -98,7 +99,7 @@ class Expressions:
             operands[1] = self.language.number(operands[1], node.dtype)
         if row.plainer is not None and row.plainer[1](node.dtype, *map(self.range_of, node.args)):
             return self.language.plainer(row, *operands)
-        precision = "float32" if id(node) in self.deciding else self.target.precision
+        precision = EXACT if id(node) in self.deciding else self.target.precision
         return self.language.operation(row, kind(wanted[-1]), self.target.backend, precision, *operands)
 
     def difference(self, node: Expr, name: str) -> Code:

@@ -10,6 +10,8 @@ import torch
 from ..mod.op import Op
 from .code import Code, Statement
 
+EXACT = "exact"  # in place of a dtype: of an operation that something is decided by, which all kernels compute alike
+
 
 class Language(ABC):
     """Lowering asks a language for `Code` and knows no spelling of its own.
@@ -62,7 +64,7 @@ class Language(ABC):
 
     @abstractmethod
     def operation(self, row: Op, operands: str, backend: str, precision: str, *values: Code) -> Code:
-        """An operation of the op table on a kind of operands ("float", "int", "bool"), for a target (see `Op.approximate`)."""
+        """An operation of the op table on a kind of operands ("float", "int", "bool"), for a target (see `Op.approximate`), or EXACT."""
 
     @abstractmethod
     def plainer(self, row: Op, *values: Code) -> Code:

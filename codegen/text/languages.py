@@ -11,7 +11,7 @@ import torch
 from ..mod.dtypes import compute_dtype, dtype_name
 from ..mod.op import Op
 from .code import Code, Statement, Use
-from .language import Language
+from .language import EXACT, Language
 from .lines import provenance
 from .spelling import ATOM, NAME, UNARY, literal_text, read_spelling
 
@@ -54,6 +54,8 @@ class Triton(Language):
         return self.write(row.plainer[0], *values)
 
     def operation(self, row: Op, operands: str, backend: str, precision: str, *values: Code) -> Code:
+        if precision == EXACT and row.rounded:
+            return self.write(row.rounded, *values)
         approximate = row.approximate.get((backend, precision))
         return self.write(approximate or (row.triton if isinstance(row.triton, str) else row.triton[operands]), *values)
 
