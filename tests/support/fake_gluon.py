@@ -453,6 +453,8 @@ def gluon_language(programs: int, program: tuple[int, ...], turns: Turns) -> typ
         exp2=_plain(torch.exp2),
         log=_plain(torch.log),
         log2=_plain(torch.log2),
+        div_rn=_plain(torch.div),
+        sqrt_rn=_plain(torch.sqrt),
         abs=_plain(torch.abs),
         fma=fused,
         broadcast=lambda a, b: torch.broadcast_tensors(a, b),
