@@ -21,23 +21,23 @@ _SUM, _PRODUCT = FUNCTIONS[operator.add], FUNCTIONS[operator.mul]
 def with_rounded_products(result: Expr, table: ExprTable) -> Expr:
     """An expression in which sums that something is decided by have rounded products."""
     nodes = walk(result)
-    found = deciding(nodes)
-    at_edges = deciding(nodes, edges=True) - found
-    if not any(id(n) in found | at_edges and row_of(n).signs for n in nodes):
+    either = deciding(nodes, edges=True)
+    sums = {id(n) for n in nodes if id(n) in either and row_of(n).signs}
+    if not sums:
         return result
-    made: dict[int, Expr] = {}
+    found, made = deciding(nodes), {}
     for node in nodes:
         args = [made[id(a)] for a in node.args]
-        if row_of(node).signs and id(node) in found | at_edges:
+        if id(node) in sums:
             rounds = _may_be_product if id(node) in found else _is_product
             args = [_rounded(new, table) if rounds(old) else new for new, old in zip(args, node.args, strict=True)]
-        same = all(new is old for new, old in zip(args, node.args, strict=True))
+        same = all(map(operator.is_, args, node.args))
         made[id(node)] = node if same else table.make(node.op, tuple(args), node.dtype, node.attr, node.weak, node.source)
     return made[id(result)]
 
 
 def deciding(nodes: list[Expr], edges: bool = False) -> set[int]:
-    """The floats whose rounding may change a result by more than a rounding: edges: beside an edge of a function, too."""
+    """The floats whose rounding may change a result by more than a rounding; with `edges` beside the edge of a function, too."""
     found: set[int] = set()
     for node in reversed(nodes):
         floating, row = node.dtype.is_floating_point, row_of(node)
