@@ -141,11 +141,10 @@ def _check_batch(
             f"k_cache {tuple(k_cache.shape)} has {k_cache.shape[0]} entries for {batch} sequences; say with cache_loc or "
             "page_table which ones are theirs"
         )
-    if max_q_len is not None and not ragged:
-        raise ValueError(
-            f"max_q_len ({max_q_len}) goes with cu_seqlens_q, and there is none; {name} {tuple(tokens.shape)} says it, leave it out"
-        )
     if max_q_len is not None:
+        if not ragged:
+            shown = f"{name} {tuple(tokens.shape)}"
+            raise ValueError(f"max_q_len ({max_q_len}) goes with cu_seqlens_q, and there is none; {shown} says it, leave it out")
         whole("max_q_len", max_q_len)
 
 

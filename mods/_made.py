@@ -25,7 +25,6 @@ class Made:
 
     def __init__(self, function: Callable, recipe: Callable, args: tuple, kwargs: dict) -> None:
         self.function, self.recipe, self.args, self.kwargs = function, recipe, args, kwargs
-
         functools.update_wrapper(self, function)  # its names, which may be changed, and where inspect.signature looks
 
     __code__ = property(lambda self: self.function.__code__)

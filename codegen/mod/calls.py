@@ -12,12 +12,11 @@ from collections.abc import Callable
 import torch
 from torch.nn.modules import module as module_hooks
 
-from .current import running
 from .graph_mod import GraphMod, replayed
 from .origins import made_of
 from .program import HostProgram, Untrackable
 from .purity import BY_OPERATORS, ITERATORS, OF_CONSTANTS, is_constant, is_pure
-from .randomness import Watch, draws, may_draw, refused, title
+from .randomness import Watch, draws, may_draw, refusal
 from .stand_ins import HostValue, Reader, State, is_stand_in, same_one, state_of
 from .tensors import is_distributed, is_pending
 
@@ -137,8 +136,7 @@ def call(state: State, args: tuple, kwargs: dict):
     """A captured callable is called: traced through, run on the host now and later, or refused."""
     value, reader = state.value, state.reader
     if draws(value, args, kwargs):
-        run = running()
-        raise refused(title(value), run.source(), run.kind)
+        raise refusal(value)
     if may_draw(value):
         raise Untrackable(f"calls {state.name}, which may draw random numbers")
     if isinstance(value, types.MethodType):
@@ -160,11 +158,8 @@ def call(state: State, args: tuple, kwargs: dict):
         return reader.constant(value(*args), state.name)  # float("-inf") is as constant as what stands in the code
     if known and is_pure(value):
         name = getattr(value, "__name__", state.name)
-        if isinstance(value, types.BuiltinFunctionType):
-            watch = contextlib.nullcontext()  # `draws` knows by its name
-        else:
-            watch = Watch(lambda drawn: refused(title(drawn), running().source(), running().kind))
-        with watch:
+        # `draws` knows builtins by their names
+        with contextlib.nullcontext() if isinstance(value, types.BuiltinFunctionType) else Watch():
             if state.place is None or reader.is_the_same(value):
                 return reader.host(value, args, kwargs, name)
             return reader.host(_called, (HostValue(state), *args), kwargs, name)  # it may be another object next time

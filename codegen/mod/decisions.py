@@ -13,7 +13,7 @@ import math
 import operator
 
 from .expr import Expr, ExprTable, walk
-from .ops import FUNCTIONS, row_of
+from .ops import FUNCTIONS, last_step, row_of
 
 _SUM, _PRODUCT = FUNCTIONS[operator.add], FUNCTIONS[operator.mul]
 
@@ -48,8 +48,7 @@ def deciding(nodes: list[Expr], edges: bool = False) -> set[int]:
 
 def _may_be_product(node: Expr) -> bool:
     """Is the last step of a float a multiplication that rounds? That of the score is the one with the scale."""
-    while node.args and (node.op == "cast" or row_of(node).product is None):
-        node = node.args[0]
+    node = last_step(node)
     if not node.args:
         return node.op == "symbol" and node.dtype.is_floating_point
     exact = row_of(node) is _PRODUCT and any(map(_is_power_of_2, node.args))

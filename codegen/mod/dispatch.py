@@ -21,7 +21,7 @@ from .nodes import apply, literal_tensor, to_expr, with_named
 from .op import Op
 from .program import NUMBERS
 from .purity import FACTORIES
-from .randomness import draws_in_torch, is_off, refused, title
+from .randomness import draws_in_torch, is_off, refusal
 from .stand_ins import HostNumber
 from .symbols import Sym, TensorView, Vector, changed
 from .vector_functions import FUNCTIONS as VECTOR_FUNCTIONS
@@ -74,7 +74,7 @@ def dispatch(function, args: tuple, kwargs: dict):
     trace = running()
     if draws_in_torch(function):
         if not is_off(function, args, kwargs):
-            raise refused(title(function), trace.source(), trace.kind)
+            raise refusal(function)
         if _symbolic(args) or _symbolic(tuple(kwargs.values())):
             return args[0] if args else kwargs["input"]
     in_kernel = _symbolic(args) or _symbolic(tuple(kwargs.values()))
@@ -172,7 +172,7 @@ def _name_of(function) -> str:
 
 def _method(symbol: Sym | TensorView | Vector, name: str):
     if draws_in_torch(name):
-        raise refused(title(name), running().source(), running().kind)
+        raise refusal(name)
     for_vectors = name in (MOVES | REDUCTIONS if type(symbol) is Sym else VECTOR_FUNCTIONS)
     if not (for_vectors or name in METHODS or name in ops.METHODS):
         raise unsupported(f"Tensor.{name}")

@@ -32,6 +32,13 @@ def row_of(node: Expr) -> Op:
     return OPS.get(node.op) or _MADE.get(node.op, _NO_ROW)
 
 
+def last_step(node: Expr) -> Expr:
+    """The node that another one is, but for casts and signs (`Op.product` None): may it end in a multiplication?"""
+    while node.op == "cast" or row_of(node).product is None:
+        node = node.args[0]
+    return node
+
+
 _HOMES = {"torch": torch, "Tensor": torch.Tensor, "F": F, "special": torch.special, "operator": operator}
 
 

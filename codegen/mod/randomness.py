@@ -13,13 +13,13 @@ import random
 import re
 import sys
 import types
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .audit import audited
+from .current import running
 from .errors import ModError, mod_error
 from .expr import SourceLine
 from .purity import library, library_of
@@ -92,15 +92,11 @@ def may_draw(function) -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """While captured Python code runs: raises what `refusal` makes of an operation of torch that draws random numbers."""
-
-    def __init__(self, refusal: Callable) -> None:
-        super().__init__()
-        self.refusal = refusal
+    """While captured Python code runs: refuses operations of torch that draw random numbers."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if draws_in_torch(function):
-            raise self.refusal(function)
+            raise refusal(function)
         return function(*args, **(kwargs or {}))
 
 
@@ -123,6 +119,12 @@ def refused(name: str, source: SourceLine | None, kind: str) -> ModError:
         source,
         kind,
     )
+
+
+def refusal(function) -> ModError:
+    """The same, of a function that the run of this thread comes to."""
+    run = running()
+    return refused(title(function), run.source(), run.kind)
 
 
 class Search:

@@ -87,7 +87,7 @@ def _norm(x, p=None, dim=None, keepdim=False, *, ord=None, dtype=None):
         found = reduced("sum", torch.where(x == 0, 1.0, torch.abs(x)) ** p, dim, keepdim) ** (1.0 / p)
         found = torch.where(none, 0.0, found)
     else:
-        powers = x * x if p == 2 else power(torch.abs(x), p) if 0 < p < 1 else torch.abs(x) ** p
+        powers = x * x if p == 2 else power(torch.abs(x), p)
         found = power(reduced("sum", powers, dim, keepdim), 1.0 / p)
     return found.to(given)
 

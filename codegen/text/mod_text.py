@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..mod.distance import read_by_distance
 from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, ModGraph, symbols_in
-from ..mod.ops import row_of
+from ..mod.ops import last_step, row_of
 from ..mod.position_runs import POSITIONS_END
 from ..mod.sums import as_sum
 from .code import Code, Statement, Use, arguments, named
@@ -184,8 +184,7 @@ def _is_product(result: Expr, terms: SumText | None) -> bool:
     """Is a score_mod's result a product, or may it be one, as the score itself is?"""
     if terms:
         return not (terms.key or terms.rate)
-    while result.op == "cast" or row_of(result).product is None:
-        result = result.args[0]
+    result = last_step(result)
     return result.op != "load" and row_of(result).product
 
 
