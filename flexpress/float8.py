@@ -1,7 +1,7 @@
 """Queries, keys and values of float8_e4m3fn, with what they are to be multiplied by.
 
-Where a device multiplies 8 bits, kernels take them as they are, and round the softmax's weights to 8 bits too. Elsewhere they become
-bfloat16, which holds all of their numbers. Kernels multiply by scales in either case.
+Where a device multiplies 8 bits, kernels take them as they are, and round the softmax's weights to 8 bits too. Elsewhere, and where it is
+faster, they become bfloat16, which holds all of their numbers. Kernels multiply by scales in either case.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import torch
 
 from flexpress.checks import DTYPES
 
-from .codegen.device.devices import architecture_of
+from .codegen.device.devices import architecture_of, multiprocessors
 from .codegen.gpus import WIDEST_TILE
 from .codegen.mod.tensors import check_kind, readable
 from .codegen.plan.forward import Options
+from .codegen.plan.hopper_tiles import WIDEST_8
 from .codegen.plan.tiles import FEWEST_KEYS_8
+from .codegen.run import forward_kernels
+from .codegen.run.as_bfloat16 import as_bfloat16
 from .codegen.run.call import Cached, Scales
 from .codegen.run.values_by_keys import by_keys
 
@@ -25,6 +28,7 @@ FLOAT8 = torch.float8_e4m3fn
 NO_GRADIENTS = "attention of float8 has no gradients: call it under torch.no_grad(), or convert query, key and value"
 NOT_OF_FLOAT8 = "entropy, top_index and column_sums are not there for float8: convert query and key, key.to(torch.bfloat16)"
 ONE_TILE = 64  # queries, for which V is read once: a copy would take longer than turning its tiles in the kernel
+WORTH_A_COPY = 1024  # queries and keys: what products of 16 bits in the kernel for Hopper save is more than copies take
 MULTIPLIED = ("sm_90", "sm_100")  # architectures of which kernels multiply 8 bits
 
 
@@ -134,11 +138,22 @@ def as_multiplied(q, k, v, options: Options, kv_block: int) -> tuple[torch.Tenso
         return q, k, v
     keys = dict(options.tile).get("BLOCK_N", FEWEST_KEYS_8)
     narrow = keys < FEWEST_KEYS_8 or kv_block % FEWEST_KEYS_8
-    if arch not in (*MULTIPLIED, "cpu") or narrow or max(q.shape[3], v.shape[3]) > WIDEST_TILE:
-        return q.to(torch.bfloat16), k.to(torch.bfloat16), v.to(torch.bfloat16)
+    few_bits = arch in (*MULTIPLIED, "cpu") and not narrow and max(q.shape[3], v.shape[3]) <= WIDEST_TILE
+    if not few_bits or (arch == "sm_90" and _faster_in_16_bits(q, k, v, options, kv_block)):
+        return as_bfloat16(q), as_bfloat16(k), as_bfloat16(v)
     if options.use_tma is False or (options.use_tma is None and q.shape[2] <= ONE_TILE):
         return q, k, v
     return q, k, by_keys(v)
+
+
+def _faster_in_16_bits(q, k, v, options: Options, kv_block: int) -> bool:
+    """Has the kernel for Hopper no tile of 8 bits for these head dims, but one of bfloat16 that beats the portable kernel?"""
+    (Z, Hq, Q_LEN, d_qk), KV_LEN, d_v = q.shape, k.shape[2], v.shape[3]
+    if (d_qk <= WIDEST_8.q_and_k and d_v <= WIDEST_8.v) or min(Q_LEN, KV_LEN) < WORTH_A_COPY:
+        return False
+    if options.use_tma is False or options.tile or options.backend not in (None, "HOPPER"):
+        return False
+    return forward_kernels.worthwhile(Q_LEN, KV_LEN, Z * Hq, max(d_qk, d_v), bool(kv_block), multiprocessors(q.device)) is None
 
 
 def with_query_scale(where: Cached, q_scale: torch.Tensor | None, kv_heads: int) -> Cached:

@@ -20,6 +20,7 @@ from flexpress import (
 )
 from flexpress.codegen.device import cuda
 from flexpress.codegen.device.tma import descriptor_at
+from flexpress.codegen.run.as_bfloat16 import as_bfloat16
 from flexpress.codegen.run.values_by_keys import by_keys
 from flexpress.float8 import Quantised, as_multiplied, read_scales
 from support.dense import dense_attention, relative_error
@@ -117,6 +118,45 @@ def test_where_no_kernel_multiplies_8_bits(kind, monkeypatch):
         scales[2] = scales[2].expand(2, 2)
         exact, total, _ = dense_attention(*(meant(t, s, 2) for t, s in zip((q, k, v), scales, strict=True)), score, mods.causal)
         assert out.dtype == torch.bfloat16 and relative_error(out, exact) < 4e-3 and relative_error(lse, total) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lies", ["as it is", "transposed", "expanded", "cut", "empty", "no sixteens", "from an odd place"])
+def test_every_number_becomes_bfloat16(lies, device):
+    every = torch.arange(256, dtype=torch.uint8).view(FLOAT8).to(device)
+    given = every.repeat(25)[: 5 * 7 * 2 * 80].view(5, 7, 2, 80)
+    ways = {
+        "as it is": given,
+        "transposed": given.transpose(1, 2),
+        "expanded": given[:, :1].expand(5, 7, 2, 80),
+        "cut": given[..., 3:70],
+        "empty": given[:, :0],
+        "no sixteens": given[:3, :1, :, :73].contiguous(),
+        "from an odd place": every.repeat(25)[3:][: 5 * 7 * 2 * 80].view(5, 7, 2, 80),
+    }
+    found = as_bfloat16(ways[lies])
+    assert found.dtype == torch.bfloat16 and found.shape == ways[lies].shape
+    assert torch.equal(found.float().nan_to_num(-1e9), ways[lies].float().nan_to_num(-1e9))
+    assert lies == "expanded" or found.stride() == ways[lies].stride() or lies == "cut"
+
+
+def test_wide_heads_become_bfloat16_for_the_kernel_for_hopper(monkeypatch):
+    """It has no tiles of 8 bits for them. Few queries, options that it lacks and problems that it would be slow for stay as they are."""
+    monkeypatch.setattr("flexpress.float8.architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr("flexpress.float8.multiprocessors", lambda device: 8)
+    for dims, queries, options, becomes in (
+        ((256, 256), 1024, {}, True),
+        ((64, 160), 1024, {"BACKEND": "HOPPER"}, True),
+        ((208, 64), 1024, {}, True),
+        ((192, 128), 1024, {}, False),
+        ((256, 256), 1023, {}, False),
+        ((256, 256), 1024, {"BACKEND": "PORTABLE"}, False),
+        ((256, 256), 1024, {"USE_TMA": False}, False),
+        ((256, 256), 1024, {"BLOCK_M": 64}, False),
+    ):
+        q, k, v = quantised((1, 1, queries, dims[0]), (1, 1, 1024, dims[0]), (1, 1, 1024, dims[1]))
+        found = as_multiplied(q, k, v, checks.parse_options(options), 0)
+        assert {t.dtype for t in found} == {torch.bfloat16 if becomes else FLOAT8}
 
 
 @pytest.mark.parametrize("device", DEVICES)

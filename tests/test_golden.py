@@ -13,6 +13,7 @@ from flexpress.codegen.plan.extras import Extras
 from flexpress.codegen.plan.forward import Blocks, Cache
 from flexpress.codegen.plan.update_cache import UpdateCase, cpu_update_spec
 from flexpress.codegen.run.preview import (
+    as_bfloat16_compilation,
     backward_compilations,
     compilation,
     cpu_specs,
@@ -179,6 +180,7 @@ OTHERS = {  # branches of the templates that the prints in generated/ do not hav
     "evaluate": lambda: evaluate_compilation("sm_90", make("softcap")[0]),
     "row statistics": lambda: statistics_compilations("sm_90", *make("alibi", "document"), head_dim=80)["rows"],
     "column sums": lambda: statistics_compilations("sm_90", *make("relative_bias", "causal"), transposed=True)["columns"],
+    "as bfloat16": lambda: as_bfloat16_compilation("sm_90"),
     "values by keys": lambda: values_by_keys_compilation("sm_90", 80),
     "merge parts": lambda: merge_parts_compilation("sm_90", d_v=80),
     "shared tiles": lambda: shared_tiles_compilation("sm_90"),

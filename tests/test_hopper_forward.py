@@ -141,6 +141,10 @@ FLOAT8_PROBLEMS = {
     "head dim 96": dict(score="none", mask="causal", scales=("head", "", "all"), D_QK=96, D_V=80),
     "head dims 192 and 128": dict(score="alibi", mask="causal", scales=("head", "batch", "all"), D_QK=192, D_V=128),
     "head dims 144 and 32, in float32": dict(score="none", mask="none", scales=("", "", "head"), D_QK=144, D_V=32, out_dtype=torch.float32),
+    # these become bfloat16
+    "head dim 256": dict(score="none", mask="causal", scales=("head", "batch", "all"), D_QK=256, D_V=256, spread=4.0),
+    "head dims 256 and 48, a scale first": dict(score="scaled", mask="none", scales=("head", "", "batch"), D_QK=256),
+    "head dims 64 and 160, sinks": dict(score="alibi", mask="document", scales=("", "head", ""), D_V=160, sinks=True, scale=-0.5),
 }
 
 
@@ -148,6 +152,7 @@ FLOAT8_PROBLEMS = {
 def test_float8(monkeypatch, name):
     """Tiles of V are those of its transpose, and scales are another for each tile."""
     launched = forward_on_cpu(monkeypatch)
+    monkeypatch.setattr("flexpress.float8.WORTH_A_COPY", 128)
     shapes = dict(dtype=FLOAT8, B=2, Hkv=2, Q_LEN=150, KV_LEN=300, D_QK=64, D_V=48, mask_made="by the call")
     usual = dict(out_dtype=None, sinks=False, spread=1.0)
     check_quantised(Quantised(**{**shapes, **usual, **FLOAT8_PROBLEMS[name]}), "cpu")

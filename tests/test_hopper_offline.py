@@ -79,6 +79,7 @@ CASES = {
         "document",
         dict(FLOAT8, head_dim=144, head_dim_v=128, extras=Extras(scales="qkv", out="float32")),
     ),
+    "causal d256 bf16, that was fp8": ("causal", dict(head_dim=256, extras=Extras(scales="qkv"))),
     "plain d80x32 fp8, sinks": ("plain", dict(FLOAT8, head_dim=80, head_dim_v=32, extras=Extras("bfloat16", scales="v", out="float32"))),
 }
 

@@ -28,6 +28,7 @@ from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run.imagined import architecture_for
 from flexpress.codegen.run.preview import (
     Compilation,
+    as_bfloat16_compilation,
     backward_compilations,
     compilation,
     decode_compilations,
@@ -132,6 +133,7 @@ OTHERS = {
     "evaluate prefix_lm": lambda t: evaluate_compilation(t, make("prefix_lm")[1], "mask"),
     "merge_parts": lambda t: merge_parts_compilation(t),
     "merge_parts d80 fp32": lambda t: merge_parts_compilation(t, "float32", 80),
+    "as_bfloat16": as_bfloat16_compilation,
     "values_by_keys": lambda t: values_by_keys_compilation(t),
     "values_by_keys d64": lambda t: values_by_keys_compilation(t, 64),
     "values_by_keys d256": lambda t: values_by_keys_compilation(t, 256),
@@ -281,6 +283,7 @@ EVERYWHERE = {
     "copy_blocks",
     "add_blocks",
     "merge_parts",
+    "as_bfloat16",
     "values_by_keys",
     "shared_tables, ragged",
     "shared_tiles",

@@ -10,6 +10,7 @@ hopper_dots, hopper_elements                     what the forward one copies bes
 cpu, cpu_tangent, cpu_statistics, cpu_decode     kernels in C++
 masks, cpu_masks                                 block masks, dense masks, mods on their own
 update_cache, values_by_keys                     what writes a cache, or lays one out
+as_bfloat16                                      float8 where products have 16 bits
 shared_tables, shared_tiles                      what lays out steps of sequences that share pages
 merge_parts, exchange                            parts of attention, and what ranks exchange
 """

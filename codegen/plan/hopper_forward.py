@@ -36,7 +36,7 @@ from .forward import (
 from .geometry import STRIDES, Geometry
 from .hopper_dots import DotRows, dot_flags, rest_of, rows_of, why_no_dot
 from .hopper_elements import Elements, copied_flags, copied_load, elements_of, with_elements
-from .hopper_tiles import ROWS, HopperTile, head_dim_flags, hopper_tile, padded, slices
+from .hopper_tiles import ROWS, WIDEST_8, HopperTile, head_dim_flags, hopper_tile, padded, slices
 
 HEAVY = {
     "dots": "a dot product of rows of captured tensors is a further product of matrices, which this kernel has not",
@@ -75,14 +75,14 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         if why:
             return why
     if case.dtype is torch.float8_e4m3fn:
-        if case.cache or case.d_qk > 192 or case.d_v > 128:
+        if case.cache or case.d_qk > WIDEST_8.q_and_k or case.d_v > WIDEST_8.v:
             return f"head dims are {case.d_qk} and {case.d_v}; for float8 there are tiles for up to 192 and 128, without a cache"
         if case.blocks and case.blocks.starts:
             return "blocks begin anywhere, and TMA copies values by keys from multiples of 16 keys on"
-    elif case.extras.scales:
-        return "scales of elements that became bfloat16: the portable kernels have them"
     elif case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
+    elif case.extras.out:
+        return f"query became {dtype_name(case.dtype)} and the output is {case.extras.out}, which does not go into query's shared memory"
     least = 33 if case.cache else 17
     if not all(least <= d <= 256 for d in (case.d_qk, case.d_v)):
         return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for {least} to 256"
@@ -277,6 +277,7 @@ def _spec(
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         **case.extras.flags,
+        "SCALED": bool({"q", "k"} & set(case.extras.scales)),  # scores have a factor of each head
         "imports_triton": any("tl" in m.modules for m in mods),
     }
     parameters = _parameters(case, tile, tuple(p for m in mods for p in m.parameters), scale_apart, _copies(added, elements))

@@ -14,6 +14,16 @@ SLICE = 64  # columns of a slice, where a head dim lies in three
 WIDE = 128  # columns of the wider part of V, where it lies in two
 
 
+class HeadDims(NamedTuple):
+    """Of q and k, and of v."""
+
+    q_and_k: int
+    v: int
+
+
+WIDEST_8 = HeadDims(192, 128)  # of 8 bits: beside the accumulator there is a product that starts at 0
+
+
 @dataclass(frozen=True, slots=True)
 class HopperTile:
     """Consumers of 64 query rows each, K and V buffers, and registers of a consumer's and of the producer's threads."""

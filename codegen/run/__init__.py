@@ -22,6 +22,7 @@ cached, cached_call                         a call over a cache
 prefill                                     long queries there
 shared_parts, shared_tables, shared_tiles   sequences that begin with the same pages
 update_cache, values_by_keys                what writes a cache, or lays one out
+as_bfloat16                                 float8 where products have 16 bits
 merge_parts, exchange                       parts of attention, and what ranks exchange
 
 imagined                    a call that nobody makes

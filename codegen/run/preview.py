@@ -16,6 +16,7 @@ import torch
 
 from ..device import offline
 from ..plan import hopper_decode
+from ..plan.as_bfloat16 import ELEMENTS, as_bfloat16_spec
 from ..plan.backward import Step, delta_rows
 from ..plan.cpu import plan_cpu_backward, plan_cpu_forward
 from ..plan.cpu_statistics import plan_cpu_statistics
@@ -204,6 +205,11 @@ def values_by_keys_compilation(target: str, d_v: int = 128, **details) -> Compil
     """The kernel that lays values of 8 bits out by keys. details: fields of ByKeysCase."""
     spec = by_keys_spec(ByKeysCase(d_v, **details), backend_for(target))
     return Compilation(target, spec, {"BLOCK_T": keys_of_program(d_v)})
+
+
+def as_bfloat16_compilation(target: str) -> Compilation:
+    """The kernel that makes bfloat16 of float8."""
+    return Compilation(target, as_bfloat16_spec(backend_for(target)), {"BLOCK_T": ELEMENTS})
 
 
 def shared_tables_compilation(target: str, **details) -> Compilation:
