@@ -22,8 +22,8 @@ from .codegen.run.block_lists import BlockLists, lists_of
 def read_lists(
     kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size: tuple[int, int], seq_lengths: tuple[int, int]
 ) -> BlockLists:
-    """BlockLists of lists that came from elsewhere: copies, from which counts and entries that point outside are gone. A block that is
-    listed as full and as partial is full.
+    """BlockLists of lists that came from elsewhere: copies, from which rows, counts and entries that point outside are gone. A block that
+    is listed as full and as partial is full.
 
     Raises TypeError, ValueError or NotImplementedError for what are no lists, naming them and showing both shapes.
     """
@@ -33,12 +33,12 @@ def read_lists(
     has_full = full_kv_indices is not None
     if has_full:
         _check("full_kv_num_blocks", full_kv_num_blocks, "full_kv_indices", full_kv_indices, kv_indices)
-    columns = -(-seq_lengths[1] // size[1])
+    rows, columns = (-(-n // s) for n, s in zip(seq_lengths, size, strict=True))
     full = made = ()
     if has_full:
-        full = _listed(full_kv_num_blocks, full_kv_indices, columns)
+        full = _listed(full_kv_num_blocks, full_kv_indices, rows, columns)
         made = _counted(full, columns)
-    partial = _listed(kv_num_blocks, kv_indices, columns)
+    partial = _listed(kv_num_blocks, kv_indices, rows, columns)
     if has_full and full.shape[-1] and partial.shape[-1]:
         place = torch.searchsorted(full, partial).clamp_(max=full.shape[-1] - 1)
         partial = torch.where(full.gather(-1, place) == partial, columns, partial).sort(-1).values
@@ -83,10 +83,10 @@ def _check(counts_name: str, counts, indices_name: str, indices, partial: torch.
         raise ValueError(f"{indices_name} is on {indices.device} but kv_indices is on {partial.device}; move one with .to(...)")
 
 
-def _listed(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
-    """The listed blocks of each row, ascending and once, and then `columns` where there is none; int32, 4 dimensions."""
+def _listed(counts: torch.Tensor, indices: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The listed blocks of each of `rows`, ascending and once, and then `columns` where there is none; int32, 4 dimensions."""
     counts, indices = (t.detach()[(None,) * (n - t.dim())] for t, n in ((counts, 3), (indices, 4)))
-    counts, indices = counts.long(), indices.long()
+    counts, indices = counts[:, :, :rows].long(), indices[:, :, :rows].long()
     place = torch.arange(indices.shape[-1], device=indices.device)
     listed = (place < counts[..., None]) & (indices >= 0) & (indices < columns)
     found = torch.where(listed, indices, columns).to(torch.int32).sort(-1).values
@@ -119,6 +119,15 @@ def status_of(lists: BlockLists, columns: int) -> torch.Tensor:
 def listed_status(status: torch.Tensor, like: BlockLists, interior: bool, size: tuple[int, int], *, wait: bool = True) -> BlockLists:
     """The lists of a status, with full blocks apart if `like` has them apart; `wait` is as for masks.block_lists."""
     return lists_of(masks.block_lists(status, like.full_kv_indices is not None, wait=wait), *size, interior)
+
+
+def with_rows_beyond(lists: BlockLists, seq_lengths: tuple[int, int]) -> BlockLists:
+    """The lists of a mask that was made for these lengths and gets more queries: a block that was full in its rows is partial."""
+    if not seq_lengths[0] % lists.q_block:
+        return lists
+    status = status_of(lists, -(-seq_lengths[1] // lists.kv_block))
+    status[:, :, -1].clamp_(max=1)
+    return listed_status(status, lists, lists.interior, (lists.q_block, lists.kv_block), wait=False)
 
 
 def transposed_lists(lists: BlockLists, KV_LEN: int) -> BlockLists:
@@ -158,8 +167,7 @@ def walked_in_every_length(size: tuple[int, int]) -> bool:
 def regridded(lists: BlockLists, size: tuple[int, int], seq_lengths: tuple[int, int]) -> BlockLists:
     """The same positions in blocks of `size`: empty or full where all blocks that a new one touches are, else partial. Nobody waits."""
     old = lists.q_block, lists.kv_block
-    rows, columns = (-(-n // s) for n, s in zip(seq_lengths, old, strict=True))
-    low = high = status_of(lists, columns)[:, :, :rows]
+    low = high = status_of(lists, -(-seq_lengths[1] // old[1]))
     for dim, was, now, length in zip((2, 3), old, size, seq_lengths, strict=True):
         if was != now:
             low, high = _pooled(low, dim, was, now, length, torch.amin), _pooled(high, dim, was, now, length, torch.amax)

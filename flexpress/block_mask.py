@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 from torch.types import Device
 
-from flexpress.block_lists import capturing, kernel_size, listed_status, mask_mod_of_lists, read_lists, regridded
+from flexpress.block_lists import capturing, kernel_size, listed_status, mask_mod_of_lists, read_lists, regridded, with_rows_beyond
 from flexpress.checks import block_size, extent, pair
 from flexpress.mask_attributes import MaskAttributes
 from flexpress.mask_mods import noop_mask, same_mod
@@ -32,7 +32,8 @@ Index = int | slice | Sequence[int] | torch.Tensor
 class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, override]  # its attributes may be written to
     """A block-sparse mask.
 
-    seq_lengths           (Q_LEN, KV_LEN). May be set: other lengths in the same blocks; what lists name beyond them is dropped
+    seq_lengths           (Q_LEN, KV_LEN). May be set: other lengths in the same blocks; what lists name beyond them is dropped, and what
+                          they do not name stays hidden
     BLOCK_SIZE            (Q block, KV block) in positions
     kv_num_blocks         int32 (B, H, rows): how many partial KV blocks each row of query blocks has; B and H may be 1
     kv_indices            int32 (B, H, rows, columns): which ones, ascending; entries past the count mean nothing
@@ -191,13 +192,17 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
-        """(Q_LEN, KV_LEN). May be set: other lengths in the same blocks; what lists name beyond them is dropped."""
+        """(Q_LEN, KV_LEN). May be set, as the class says."""
         return self._seq_lengths
 
     @seq_lengths.setter
     def seq_lengths(self, value: tuple[int, int]) -> None:
         lengths = pair("seq_lengths", value, 0, "a pair of lengths (Q_LEN, KV_LEN)")
         if lengths != self._seq_lengths:
+            if lengths[0] > self._seq_lengths[0] or lengths[1] > self._seq_lengths[1]:  # of which mask_mod and lists may differ
+                if self._decided_by is not None:
+                    self._lists = with_rows_beyond(self._lists, self._seq_lengths)
+                self._decided_by = None
             self._lists = read_lists(*self._tables(), self.BLOCK_SIZE, lengths)
             self._seq_lengths = lengths
             self._forget()

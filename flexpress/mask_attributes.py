@@ -157,14 +157,13 @@ class MaskAttributes:
 
     @property
     def _grid(self) -> tuple[int, int]:
-        """Rows and columns of blocks; lists may have more rows and fewer columns."""
+        """Rows and columns of blocks; lists may have fewer columns."""
         (Q_LEN, KV_LEN), (q_block, kv_block) = self._seq_lengths, self.BLOCK_SIZE
         return -(-Q_LEN // q_block), -(-KV_LEN // kv_block)
 
     def _status(self) -> torch.Tensor:
         """int8 (B, H, rows, columns): 0 empty, 1 partial, 2 full."""
-        rows, columns = self._grid
-        return status_of(self._lists, columns)[:, :, :rows]
+        return status_of(self._lists, self._grid[1])
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """A picture of the blocks: full, partial (or mixed) and empty as `██`, `░░` and blanks, one batch and head each.

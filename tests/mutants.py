@@ -678,6 +678,21 @@ CHECKS = [
     ),
     Mutant(
         "flexpress/block_lists.py",
+        "counts[:, :, :rows].long(), indices[:, :, :rows].long()",
+        "counts.long(), indices.long()",
+        named("block_mask", "more_rows and not gpu"),
+        "kernels read statistics of queries that do not exist",
+        "crash",
+    ),
+    Mutant(
+        "flexpress/block_lists.py",
+        "    status[:, :, -1].clamp_(max=1)\n",
+        "",
+        named("block_mask", "greater_seq_lengths"),
+        "queries beyond those of a mask see what full blocks have",
+    ),
+    Mutant(
+        "flexpress/block_lists.py",
         "status = torch.where(low == 2, 2,",
         "status = torch.where(high == 2, 2,",
         named("block_lists", "full_in_part"),

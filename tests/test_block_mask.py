@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention
+import torch.nn.attention.flex_attention as torchs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_attention
 
 from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, flex_attention, mods, noop_mask, or_masks
 from support.block_lists import brute_force, check_bounds, check_lists
-from support.dense import dense_attention, positions
+from support.dense import dense_attention, positions, relative_error
 from support.devices import DEVICES, for_any
 from support.problems import MASK_MODS, mask_mods
 
@@ -119,7 +119,7 @@ def test_combinations():
 
 def test_torchs_arguments_in_torchs_order():
     """Its signature is (mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile)."""
-    theirs = torch.nn.attention.flex_attention.create_block_mask(mods.causal, None, None, 100, 130, "cpu", (32, 64), False)
+    theirs = torch_block_mask(mods.causal, None, None, 100, 130, "cpu", (32, 64), False)
     for compiled in (False, True):
         ours = create_block_mask(mods.causal, None, None, 100, 130, "cpu", (32, 64), compiled)
         assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE and torch.equal(ours.to_dense(), theirs.to_dense())
@@ -206,3 +206,51 @@ def test_memory_at_131072(name):
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 300 * 2**20
     assert int(mask.kv_num_blocks.sum()) == 1024  # the diagonal
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", ["seq_lengths", "BlockMask", "from_kv_blocks", "torch"])
+def test_lists_with_more_rows_than_there_are_queries(device, way):
+    """No kernel of the backward pass reads statistics of rows that do not exist."""
+    made = create_block_mask(mods.causal, None, None, 512, 512, device, BLOCK_SIZE=64)
+    lists = made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
+    given = dict(BLOCK_SIZE=64, mask_mod=mods.causal)
+    if way == "seq_lengths":
+        mask = made
+        mask.seq_lengths = (100, 512)
+    elif way == "torch":
+        mask = torchs.BlockMask.from_kv_blocks(*lists, **given)
+        mask.seq_lengths = (100, 512)
+    else:
+        make = BlockMask.from_kv_blocks if way == "from_kv_blocks" else lambda *lists, **given: BlockMask((100, 512), *lists, **given)
+        mask = make(*lists, **given, **({"seq_lengths": (100, 512)} if way == "from_kv_blocks" else {}))
+    if way != "torch":
+        assert mask.kv_indices.shape[2] == 2 and int(mask.q_indices.max()) < 2
+        assert int((mask.q_num_blocks + mask.full_q_num_blocks).max()) <= 2
+    q, k, v = (torch.randn(1, 3, n, 16, device=device, requires_grad=True) for n in (100, 512, 512))
+    bias = torch.randn(3, 512, device=device, requires_grad=True)
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[h, j], mask)
+    weights = torch.randn(out.shape, device=device)
+    exact = dense_attention(q, k, v, lambda s, b, h, i, j: s + bias[h, j], mods.causal)[0]
+    found, wanted = (torch.autograd.grad((o * weights).sum(), (q, k, v, bias)) for o in (out, exact))
+    for have, want in zip(found, wanted, strict=True):
+        assert relative_error(have, want) < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [64, 20])
+def test_greater_seq_lengths(device, size):
+    """Rows that a full block did not have are asked of mask_mod; keys that no list names stay hidden."""
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: (q_idx < 90) | (kv_idx < 3), None, None, 90, 120, device, BLOCK_SIZE=size)
+    mask.seq_lengths = (100, 200)
+    q, k = torch.randn(2, 1, 1, 200, 16, device=device).unbind()
+    out = flex_attention(q[:, :, :100], k, torch.eye(200, device=device)[None, None], block_mask=mask)
+    seen = torch.zeros(100, 200, dtype=torch.bool, device=device)
+    listed = -(-120 // size) * size
+    seen[:90, :listed], seen[90:, :3] = True, True
+    assert torch.equal(out[0, 0] > 0, seen)
+    mask.seq_lengths = (90, 120)
+    assert mask.to_dense().all() and not mask.is_as_made(mask.BLOCK_SIZE, (90, 120))
+    mask.seq_lengths = (90 + 2 * size, 120)
+    with pytest.raises(ValueError, match="rows of blocks"):
+        flex_attention(q[:, :, : 90 + 2 * size], k[:, :, :120], k[:, :, :120], block_mask=mask)
