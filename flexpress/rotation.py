@@ -6,6 +6,7 @@ import torch
 
 from flexpress.cache_checks import check_counts, check_plain, check_table, described, looks
 from flexpress.checks import DTYPES, check_are_tensors
+from flexpress.in_graph import compilable
 from flexpress.kv_cache import readable
 from flexpress.rope import check_reached, check_rope
 
@@ -14,6 +15,7 @@ from .codegen.run.call import Cached
 from .codegen.run.update_cache import update
 
 
+@compilable
 def apply_rope(
     x: torch.Tensor,
     rope: torch.Tensor,

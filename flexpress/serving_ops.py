@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from flexpress import sdpa
-from flexpress.cache_checks import described
+from flexpress.cache_checks import described, looks
 from flexpress.layer_step import attend, check_tokens, no_autocast, out_like
 from flexpress.shared_prefix import SharedPrefix
 
@@ -153,6 +153,8 @@ def mha_with_cache(
             f"q {tuple(q.shape)} has {sequences} sequences, but k_cache {tuple(k_cache.shape)} only {k_cache.shape[0]} entries; it needs "
             "one for each"
         )
+    if looks(None, q) and sequences and int(input_pos.min()) < 0:
+        raise ValueError(f"input_pos has {int(input_pos.min())}; each must be 0 or more, the positions that its sequence has in the cache")
     kv_len = _int32(input_pos, q.shape[1]) + q.shape[1]
     where = {}
     if k_cache.shape[0] > sequences:

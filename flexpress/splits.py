@@ -7,11 +7,13 @@ import torch
 from flexpress.cache_checks import check_plain, check_table
 from flexpress.cached import cached_attention
 from flexpress.checks import whole
+from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod, causal
 
 from .codegen.mod.capture import plain
 
 
+@compilable
 def split_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,

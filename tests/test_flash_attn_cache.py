@@ -208,7 +208,7 @@ def test_what_the_padding_holds_is_not_read(place, heads_first, queries, device)
 def test_padding_of_one_entry_and_of_entries_that_share_memory():
     """Strides of a dimension of one mean nothing; entries may be one and the same."""
     q, caches = torch.randn(3, 2, 4, 16), [torch.randn(1, 8, 2, 16) for _ in range(2)]
-    padding, lengths = int32(0, 3, 9), int32(8, 7, 8)
+    padding, lengths = int32(0, 3, 8), int32(8, 7, 8)
     whole = dict(cache_seqlens=lengths, cache_leftpad=padding, causal=True)
     found = flash_attn_with_kvcache(q, *(c.expand(3, -1, -1, -1) for c in caches), **whole)
     for b in range(2):
@@ -330,6 +330,12 @@ BAD = {
     "pages": (dict(block_table=int32(0, 1, 3, 1).view(2, 2)), ValueError, r"block_table\[1\] names pages from 1 to 3"),
     "both": (dict(cache_batch_idx=int32(0, 1), block_table=int32(0, 1).view(2, 1)), ValueError, "exclude each other"),
     "leftpad": (dict(cache_leftpad=3), TypeError, r"cache_leftpad must be torch.int32 \(2,\)"),
+    "negative padding": (
+        dict(cache_leftpad=int32(0, -1)),
+        ValueError,
+        "cache_leftpad names positions from -1 to 0; the cache has positions",
+    ),
+    "padding beyond the room": (dict(cache_leftpad=int32(0, 9)), ValueError, "cache_leftpad names positions from 0 to 9"),
     "rotary alone": (dict(rotary_cos=COS, rotary_sin=COS), ValueError, "rotary_cos and rotary_sin are for new keys"),
     "half a rotary": (dict(rotary_cos=COS, k=NEW, v=NEW, cache_seqlens=1), TypeError, "rotary_sin must be a tensor"),
     "a short rotary": (dict(rotary_cos=COS[1:], rotary_sin=COS[1:], k=NEW, v=NEW, cache_seqlens=1), ValueError, "7 positions; a sequence"),

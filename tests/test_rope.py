@@ -153,6 +153,19 @@ def test_the_operator_is_well_made(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_inside_a_graph_that_is_compiled(device):
+    x, rope = torch.randn(2, 3, 5, 16, device=device, requires_grad=True), rope_table(30, 8, device=device)
+    positions = torch.tensor([3, 20], dtype=torch.int32, device=device)
+
+    def run(x):
+        return apply_rope(x * 2, rope, positions, rope_tail=True).sin()
+
+    found, want = torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x)
+    assert torch.equal(found, want)
+    assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (found, want)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_positions_outside_the_table_take_its_ends(device):
     """Where nobody looks at them."""
     x, rope = torch.randn(3, 2, 16, device=device), rope_table(9, 16, device=device)

@@ -233,6 +233,7 @@ BAD_OPERATORS = {  # operator, which arguments are others, and the words
     "tokens": ("mha_with_cache", {1: lambda t: t[:, :4]}, "equal batch, tokens and dtype"),
     "dtypes": ("mha_with_cache", {2: torch.Tensor.half}, "equal batch, tokens and dtype"),
     "a flat cache": ("mha_with_cache", {4: torch.Tensor.flatten}, "k_cache must be"),
+    "a position before the first": ("mha_with_cache", {3: lambda t: t - 1}, "input_pos has -1; each must be 0 or more"),
     "input_pos": ("mha_with_cache", {3: lambda t: t[:2]}, "input_pos must be int32 .b,., a number for each sequence"),
     "more sequences than entries": (
         "mha_with_cache",
@@ -254,8 +255,8 @@ BAD_OPERATORS = {  # operator, which arguments are others, and the words
     "no scale": ("mha_with_paged_cache", {10: float("nan")}, "scale must be finite in float32, got nan"),
     "a huge scale": ("mha_with_paged_cache", {10: float("inf")}, "scale must be finite in float32, got inf"),
     "a position past int32": ("mha_with_cache", {3: lambda t: t.long() + 2**32}, "positions go from 0 to 31"),
-    "a position past int64": ("mha_with_cache", {3: lambda t: t.long() + (2**63 - 9)}, "positions go from 0 to 31"),
-    "a position far before 0": ("mha_with_cache", {3: lambda t: t.long() - 2**32}, r"kv_len\[0\] is -"),
+    "a position past int64": ("mha_with_cache", {3: lambda t: t.long() * 0 + (2**63 - 9)}, "positions go from 0 to 31"),
+    "a position far before 0": ("mha_with_cache", {3: lambda t: t.long() - 2**32}, "input_pos has -"),
     "a small scale": ("mha_with_paged_cache, float8", {13: lambda t: t * 0}, "k_scale has 0.0"),
     "a mask": ("scaled_dot_product_attention", {3: lambda t: t[:2]}, "attn_mask .2, 9. does not broadcast"),
     "lengths": ("prepare_metadata", {2: lambda t: t[:1]}, r"input_pos \(1,\) is not for the 2 sequences"),

@@ -45,6 +45,21 @@ def test_any_parts(problem, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_inside_a_graph_that_is_compiled(device):
+    q, cache, bias = (torch.randn(shape, device=device) for shape in ((2, 2, 3, 16), (2, 40, 1, 16), (40,)))
+    kv_len = torch.tensor([9, 40], dtype=torch.int32, device=device)
+
+    def run(q):
+        outs, lses = split_attention(
+            q * 2, cache, cache, kv_len, 3, score_mod=lambda s, b, h, m, n: s + bias[n], mask_mod=lambda b, h, m, n: n < m
+        )
+        return merge_attention(outs, lses)
+
+    for found, want in zip(torch.compile(run, fullgraph=True, backend="aot_eager")(q), run(q), strict=True):
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_absent_sequences_and_more_parts_than_keys(device):
     q, cache = torch.randn(2, 2, 1, 16, device=device), torch.randn(2, 8, 1, 16, device=device)
     kv_len = torch.tensor([0, 2], dtype=torch.int32, device=device)

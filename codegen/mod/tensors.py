@@ -13,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedTensorMixin
 
+from ..compiling import runs_uncompiled
 from ..registry import remembered
 
 DTYPES = frozenset(
@@ -73,6 +74,7 @@ def check_values(function: str, **tensors) -> None:
                 raise NotImplementedError(f"{name} is on meta, where tensors have no values; pass one on 'cuda' or 'cpu'")
 
 
+@runs_uncompiled
 def is_transformed() -> bool:
     """Is a call made inside a transform of torch.func, or in forward mode?"""
     return (_transform() is not None or forward_ad._current_level >= 0) and not _traced()
@@ -216,6 +218,7 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
         raise NotImplementedError(f"{name} is {kind}")
 
 
+@runs_uncompiled
 def _kind(tensor: torch.Tensor) -> str | None:
     """What a tensor is instead of ordinary memory, and what to do."""
     cls = type(tensor)

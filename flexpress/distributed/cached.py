@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from flexpress.cached import cached_attention
 from flexpress.cached_mods import mask_behind, score_behind
 from flexpress.merge import merge_attention
+from flexpress.mods import MaskMod, ScoreMod
+from flexpress.sinks import check_sinks, fold_sinks
 
 
 def split_cached_attention(
@@ -21,36 +20,53 @@ def split_cached_attention(
     kv_start: torch.Tensor,
     *,
     group: dist.ProcessGroup | None = None,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
     q_offset: torch.Tensor | None = None,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
-    **options: Any,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of queries to sequences whose keys are spread over the ranks of a group. Every rank gets the whole result.
 
     query            (B, Hq, Q_LEN, D_QK), the same on all ranks
-    k_cache, v_cache what this rank holds, as for cached_attention, with its page_table or cache_loc among `options`
+    k_cache, v_cache what this rank holds, as for cached_attention, with its page_table or cache_loc
     kv_len           int32 (B,): how many positions of each sequence this rank holds; 0 for none
-    kv_start         int32 (B,): the position of the first of them
+    kv_start         int32 (B,): the position of the first of them; where there are none it means nothing
     group            of the ranks; all by default
     q_offset         int32 (B,): the position of each sequence's first query; by default its queries are its last positions
     score_mod, mask_mod   as for cached_attention, told positions in the whole sequence
-    options          page_table, cache_loc, scale, k_scale, v_scale and batch_invariant of cached_attention
+    Other arguments as for cached_attention.
 
-    Returns out (B, Hq, Q_LEN, D_V) in query's dtype, and lse, float32 (B, Hq, Q_LEN). What is sent is one result for each rank; the
-    host does not wait. What tables and lengths hold is not looked at; nothing outside the cache is read. Raises what cached_attention
-    raises.
+    Returns out (B, Hq, Q_LEN, D_V) in query's dtype (of float8 queries bfloat16, or out_dtype), and lse, float32 (B, Hq, Q_LEN). What is
+    sent is one result for each rank; the host does not wait. What tables and lengths hold is not looked at; nothing outside the cache is
+    read. Raises what cached_attention raises.
     """
+    if sinks is not None:
+        check_sinks(sinks, query.shape[1], query.device)
     if q_offset is None:
-        ends = kv_start + kv_len
+        ends = torch.where(kv_len > 0, kv_start + kv_len, 0)
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
         q_offset = ends - query.shape[2]
     out, lse = cached_attention(
         *(query, k_cache, v_cache, kv_len),
-        **options,
+        page_table=page_table,
+        cache_loc=cache_loc,
         q_offset=(q_offset - kv_start).to(torch.int32),
         score_mod=score_mod and score_behind(score_mod, kv_start),
         mask_mod=mask_mod and mask_behind(mask_mod, kv_start),
+        scale=scale,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out_dtype=out_dtype,
+        batch_invariant=batch_invariant,
         return_lse=True,
         check=False,  # queries stand after the positions that a rank holds
     )
@@ -58,4 +74,6 @@ def split_cached_attention(
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group=group)
     merged, lse = merge_attention([part[..., :-1] for part in found], [part[..., -1] for part in found])
-    return merged.to(query.dtype), lse
+    if sinks is not None:  # once, not in each part
+        merged, lse = fold_sinks(merged, lse, sinks)
+    return merged.to(out.dtype), lse

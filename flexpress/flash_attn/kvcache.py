@@ -59,8 +59,8 @@ def flash_attn_with_kvcache(
     softmax_scale, causal, window_size, softcap, alibi_slopes and sinks are described at the top of flash_attn_interface. Returns
     (B, Sq, Hq, D).
 
-    On a GPU the contents of cache_seqlens, cache_batch_idx and block_table are not looked at: nothing outside of the cache is read or
-    written whatever they hold. On the CPU they are checked before anything is written.
+    On a GPU the contents of cache_seqlens, cache_leftpad, cache_batch_idx and block_table are not looked at: nothing outside of the cache
+    is read or written whatever they hold. On the CPU they are checked before anything is written.
 
     Raises ValueError or TypeError for arguments, and NotImplementedError where gradients are on and a tensor requires grad: there is no
     backward pass. Source of signature and meaning: FlashAttention 2.8.
@@ -75,6 +75,8 @@ def flash_attn_with_kvcache(
     lengths, room = _lengths(cache_seqlens, q, k, k_cache, block_table)
     rope = _rope(rotary_cos, rotary_sin, q, k, room)
     _check_contents(lengths, 0 if k is None else k.shape[1], room, k_cache, cache_batch_idx, block_table)
+    if cache_leftpad is not None and cache_leftpad.device.type == "cpu" and not tracing():
+        _check_range("cache_leftpad", cache_leftpad.tolist(), "positions", room + 1)
     filled = lengths if k is None else lengths + k.shape[1]
     query, meaning = q.transpose(1, 2), _meaning(options, q.shape[1] == 1, softmax_scale, sinks)
     read = k_cache, v_cache, filled, where

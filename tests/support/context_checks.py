@@ -358,22 +358,25 @@ def rows_without_keys():
 
 @check(4)
 def a_cache_that_is_split_over_ranks():
-    rank, lengths = dist.get_rank(), torch.tensor([37, 6, 150], dtype=torch.int32)
+    rank, lengths = dist.get_rank(), torch.tensor([37, 6, 150, 0], dtype=torch.int32)
     for q_len, score_mod, mask_mod in (
         (1, None, None),
         (3, mods.alibi(torch.tensor([0.1, 0.4])), None),
         (2, lambda s, b, h, i, j: s + 0.01 * i - 0.03 * j * (b + 1), mods.sliding_window(60)),
         (5, None, lambda b, h, i, j: (j % 3 == 0) & (j <= i)),
     ):
-        q, k, v = torch.randn(3, 2, q_len, 16), torch.randn(3, 150, 1, 16), torch.randn(3, 150, 1, 16)
+        q, k, v = torch.randn(4, 2, q_len, 16), torch.randn(4, 150, 1, 16), torch.randn(4, 150, 1, 16)
         share = -(-lengths // 3)  # the last rank has nothing
-        start = (share * rank).clamp(max=lengths)
+        start = share * rank
         mine = ((lengths - start).clamp(0) if rank < 3 else 0 * lengths).minimum(share).int()
-        held = torch.full((3, 60, 1, 32), torch.nan)
-        for b in range(3):
+        start = torch.where(mine > 0, start, 1000)
+        held = torch.full((4, 60, 1, 32), torch.nan)
+        for b in range(4):
             for part, whole in ((held[..., :16], k), (held[..., 16:], v)):
                 part[b, : mine[b]] = whole[b, start[b] : start[b] + mine[b]]
-        out, lse = split_cached_attention(q, held[..., :16], held[..., 16:], mine, start.int(), score_mod=score_mod, mask_mod=mask_mod)
-        whole, whole_lse = cached_attention(q, k, v, lengths, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
+        given = dict(score_mod=score_mod, mask_mod=mask_mod, sinks=torch.tensor([0.5, -1.0]) if q_len > 2 else None)
+        place = dict(q_offset=lengths - q_len) if q_len == 5 else {}
+        out, lse = split_cached_attention(q, held[..., :16], held[..., 16:], mine, start.int(), **given, **place)
+        whole, whole_lse = cached_attention(q, k, v, lengths, **given, return_lse=True)
         torch.testing.assert_close(out, whole, rtol=1e-5, atol=2e-6)
         torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=2e-6)
