@@ -212,7 +212,7 @@ class _InContext(torch.autograd.Function):
         for heads, own, came in _in_turn(exchange, groups, q, k, v):
             call = bound_to(heads, own, *came.pair())
             if call is None:
-                lse = torch.full(own.shape[:3], -torch.inf, device=own.device)
+                lse = torch.full(own.shape[:3], -torch.inf, dtype=torch.float32, device=own.device)
                 found, maxima, rows = own.new_zeros((*own.shape[:3], v.shape[3])), lse.clone() if max_scores else None, None
             else:
                 found, lse, maxima, rows = forward(call, output_max=max_scores, output_rows=True)
@@ -223,8 +223,12 @@ class _InContext(torch.autograd.Function):
         out, lse, maxima = (_joined([result[i] for result in results]) for i in range(3))
         ctx.exchange, ctx.groups, ctx.calls, ctx.deterministic = exchange, groups, calls, deterministic
         ctx.raw, ctx.shapes = [rows is not None and rows.raw for *_, rows in results], (k.shape, v.shape)
-        keys_and_values = kept if exchange.keeps else (k, v)
-        ctx.save_for_backward(q, out, *(lse if rows is None else rows.values for _, lse, _, rows in results), *keys_and_values, *captured)
+        keys_and_values, of_rows = kept if exchange.keeps else (k, v), [lse if rows is None else rows.values for _, lse, _, rows in results]
+        # those of mask_mod, too: autograd notices if they are overwritten before the backward pass
+        of_masks = {id(t): t for call in calls if call and call.mask for t in call.mask[1][: len(call.mask[0].tensors)]}
+        of_masks = [t for t in of_masks.values() if not t.is_inference()]
+        ctx.save_for_backward(q, out, *of_rows, *keys_and_values, *captured, *of_masks)
+        ctx.captured = len(captured)
         ctx.set_materialize_grads(False)
         if maxima is not None:
             ctx.mark_non_differentiable(maxima)
@@ -237,7 +241,7 @@ class _InContext(torch.autograd.Function):
         rows, others = others[:count], others[count:]
         count = count if ctx.exchange.keeps else 2
         with torch.no_grad():
-            found = _InContext.gradients(ctx, q, out, rows, others[:count], others[count:], d_out, d_lse)
+            found = _InContext.gradients(ctx, q, out, rows, others[:count], others[count : count + ctx.captured], d_out, d_lse)
         return None, None, None, None, None, *once(found, (out,))
 
     @staticmethod

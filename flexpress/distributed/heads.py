@@ -48,9 +48,9 @@ class HeadSplit:
 
     def to_heads(self, tensor: torch.Tensor, of_ranks: list[slice], length: int) -> torch.Tensor:
         """(B, H, own positions, D), all heads, to (B, heads of this rank, length, D), all positions of the part."""
-        rows = torch.cat([tensor[:, heads] for heads in of_ranks])
-        B, _, count, D = tensor.shape
-        rows = rows.view(self.ranks, B, -1, count, D).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        rows = torch.stack([tensor[:, heads] for heads in of_ranks])
+        count = tensor.shape[2]
+        rows = rows.permute(0, 3, 1, 2, 4).flatten(0, 1)
         return _Moved.apply(rows, self.counts(length), [count] * self.ranks, self.group).permute(1, 2, 0, 3)
 
     def to_positions(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -191,9 +191,9 @@ class ContextPlan:
         lengths, and are cut where work is equal.
         """
         device = resolve_device(device)
-        starts_q = cu_seqlens_q.to(device)
+        starts_q = cu_seqlens_q.to(device, copy=True)  # as it may be written to while the plan lives
         total_q = total_k = _checked_total("cu_seqlens_q", starts_q)
-        starts_k = None if cu_seqlens_k is None else cu_seqlens_k.to(device)
+        starts_k = None if cu_seqlens_k is None else cu_seqlens_k.to(device, copy=True)
         if starts_k is not None:
             check_same_sequences(starts_q, starts_k)
             total_k = _checked_total("cu_seqlens_k", starts_k)

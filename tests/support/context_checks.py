@@ -133,6 +133,32 @@ def what_one_rank_raises_is_named_on_the_other():
 
 
 @check(2)
+def what_is_written_to_while_a_plan_lives():
+    """A mask's tensor between forward and backward pass is found, and lengths of sequences are the plan's own."""
+    limit = torch.full((300,), 50, device=here())
+    plan = ContextPlan(None, 300, mask_mod=lambda b, h, i, j: (i >= j) & (i - j < limit[i]), device=here())
+    q, k, v = (plan.shard(t.to(here())).requires_grad_() for t in torch.randn(3, 1, 2, 300, 16))
+    out = flex_attention(q, k, v, context=plan)
+    limit.fill_(40)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    ends = torch.tensor([0, 100, 300], dtype=torch.int32, device=here())
+    plan, other = (ContextPlan.packed(t, mask_mod=mods.causal) for t in (ends, ends.clone()))
+    ends.copy_(torch.tensor([0, 200, 300]))
+    assert torch.equal(plan.positions_in_sequence, other.positions_in_sequence)
+
+
+@check(2)
+def lse_of_nothing_is_float32():
+    torch.set_default_dtype(torch.bfloat16)
+    plan = ContextPlan(None, 256, mask_mod=lambda b, h, i, j: (i < 128) & (j <= i), device=here())
+    q, k, v = (plan.shard(torch.randn(1, 2, 256, 16, dtype=torch.float32, device=here())) for _ in range(3))
+    out, lse = flex_attention(q, k, v, context=plan, return_lse=True)
+    torch.set_default_dtype(torch.float32)
+    assert out.dtype == lse.dtype == torch.float32
+
+
+@check(2)
 def what_is_no_part_of_a_sequence():
     whole, plan = torch.randn(2, 300), ContextPlan(q_len=300, kv_len=500, mask_mod=mods.causal, device=here())
     held = len(plan.position_ids)
