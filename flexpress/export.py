@@ -25,6 +25,7 @@ from .codegen.device.cpp_compiler import interpreter_asked_for
 from .codegen.device.devices import architecture_of, backend_of
 from .codegen.export.attention import AttentionFile
 from .codegen.export.cpu import CppFile
+from .codegen.export.file import beside
 from .codegen.export.kernels import Exported
 from .codegen.gpus import WIDEST_TILE
 from .codegen.mod.bind import bind_with_origins
@@ -85,7 +86,8 @@ def export(
         raise NotImplementedError("exported files are not there for float8; export with query, key and value of bfloat16, which holds it")
     call = _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_mod, backward, target)
     refuse_layout(layout, call.target)
-    text = (CppFile if call.target == "cpu" else AttentionFile)(call, VERSION).text
+    kind = CppFile if call.target == "cpu" else AttentionFile
+    text = beside(lambda reserved: kind(call, VERSION, reserved)).text
     write(text, path, layout, overwrite)
     return text
 

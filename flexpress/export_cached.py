@@ -16,6 +16,7 @@ from flexpress.sinks import check_sinks
 from .codegen.device.cache import VERSION
 from .codegen.export.cached import CachedFile, ExportedCache
 from .codegen.export.cached_cpu import CachedCppFile
+from .codegen.export.file import beside
 from .codegen.mod.dtypes import dtype_name
 
 
@@ -85,7 +86,8 @@ def export_cached(
         (tuple(query.shape), tuple(k_cache.shape), tuple(v_cache.shape), 0 if page_table is None else page_table.shape[1]),
         (of_score, of_mask),
     )
-    text = (CachedCppFile if target == "cpu" else CachedFile)(call, VERSION).text
+    kind = CachedCppFile if target == "cpu" else CachedFile
+    text = beside(lambda reserved: kind(call, VERSION, reserved)).text
     write(text, path, layout, overwrite)
     return text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import stat
 import subprocess
@@ -220,3 +221,28 @@ def test_wide_heads_have_gradients_too(tmp_path):
     _, module = saved(tmp_path, q, k, v)
     found, library = module.attention(q, k, v, return_lse=True), flex_attention(q, k, v, return_lse=True)
     assert_same([*found, *gradients(*found, (q, k, v))], [*library, *gradients(*library, (q, k, v))])
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_80"])
+@pytest.mark.parametrize("names", ["b status tiles check", "kv_idx kv_indices stride_kn positions", "d_out inputs kv_lists ctx"])
+def test_names_that_a_file_uses_itself(names, target, tmp_path):
+    """What is captured has a name of its own, whatever the file defines, and kernels and launches call theirs."""
+    learned, near, scale, rows = names.split()
+    scope: dict = {}
+    exec(
+        f"def score_of({learned}, {scale}):\n    return lambda s, z, hq, m, n: s * {scale} + {learned}[hq] * (m - n)\n"
+        f"def mask_of({near}, {rows}):\n    return lambda z, hq, m, n: (m - n < {near}) & (n <= m + {rows}[hq])\n",
+        scope,
+    )
+    q, k, v = (torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
+    slopes, more = torch.randn(2, requires_grad=True), torch.tensor([0, 2])
+    score, mask = scope["score_of"](slopes, 0.5), scope["mask_of"](7, more)
+    export(q, k, v, score, mask_mod=mask, target=target, path=tmp_path / "file.py")
+    attention = load(tmp_path / "file.py").attention
+    taken = {p.name.removeprefix("captured_").rstrip("_"): p.name for p in inspect.signature(attention).parameters.values()}
+    given = {taken[name]: value for name, value in ((learned, slopes), (near, 7), (scale, 0.5), (rows, more))}
+    results = []
+    for out in (attention(q, k, v, **given), flex_attention(q, k, v, score, mask_mod=mask)):
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, slopes))))
+    for found, want in zip(*results, strict=True):
+        assert relative_error(found, want) < 1e-4

@@ -15,16 +15,11 @@ from ..plan.masks import mask_texts
 from ..plan.tiles import BLOCK
 from ..text.spelling import literal_text
 from .captures import layouts_for_any, named
-from .file import File, Kernel, TritonFile, listed, reserved, unpacked
+from .file import File, Kernel, TritonFile, listed, unpacked
 from .hopper import HopperPart
 from .kernels import Exported, Plans
 from .torch_text import torch_text
 
-TEMPLATES = (
-    "exported_attention.jinja",
-    *("_exported_masks.jinja", "_exported_lists.jinja", "_exported_gradients.jinja"),
-    *("_exported_backward.jinja", "_exported_hopper.jinja", "_exported_hopper_backward.jinja"),
-)
 MASKS = {  # kernel -> grid, suffix of its functions, name of its launch
     "block_zones": ("Z * Hm * (rows + columns)", "", "zones"),
     "block_status": ("Z * Hm * rows * triton.cdiv(columns, launch.constants[0])", "", "status"),
@@ -64,11 +59,11 @@ class Gathered(NamedTuple):
 
 
 class AttentionFile(TritonFile):
-    """What exported_attention.jinja asks for. `version` is that of the package that writes the file."""
+    """What exported_attention.jinja asks for. `version` is the package's; captures have no names in `reserved`."""
 
-    template = TEMPLATES[0]
+    template = "exported_attention.jinja"
 
-    def __init__(self, call: Exported, version: str) -> None:
+    def __init__(self, call: Exported, version: str, reserved: frozenset[str]) -> None:
         plans = Plans(call, call.target, None)
         on_target, use_tma = plans.kernels()
         forward_tma = bool(on_target["forward"].spec.flag["USE_TMA"])
@@ -77,7 +72,7 @@ class AttentionFile(TritonFile):
         self.gluon, self.named_tuples = hopper.kernels, call.mask is not None
         on_target |= {name: pair["on_target"] for name, pair in hopper.deltas.items()}
         on_cpu |= {name: pair["on_cpu"] for name, pair in hopper.deltas.items()}
-        names = named(call[:2], call.origins, call.wanted, plans.keys, reserved(*TEMPLATES))
+        names = named(call[:2], call.origins, call.wanted, plans.keys, reserved)
         kernels = tuple(
             Kernel(name, grid, on_target[name], on_cpu[name], suffix, called)
             for name, (grid, suffix, called) in _KERNELS.items()

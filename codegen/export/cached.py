@@ -21,11 +21,10 @@ from ..text.parameters import stride_names
 from ..text.spelling import literal_text
 from .attention import MASKS, TOLERANCES, describe_mask
 from .captures import Captured, Names, layouts_for_any, named
-from .file import File, Kernel, TritonFile, reserved
+from .file import File, Kernel, TritonFile
 from .kernels import EXTENTS, mask_compilations
 
 Q_LEN = "exported_query_length"  # what a trace calls the number of a sequence's queries, which is no argument of the file's
-_TEMPLATES = "exported_cached.jinja", "_exported_masks.jinja", "_exported_lists.jinja"
 _GRID = "tiles * Z"
 VARIABLES = {**File.variables, "SINKS": "sinks", "CU_Q": "cu_seqlens_q"}
 _EXTENTS = {"b": "kv_len.shape[0]", "h": "query.shape[1]"}
@@ -129,16 +128,16 @@ def rows_in(call: ExportedCache) -> Rows:
 
 
 class CachedFile(TritonFile):
-    """What exported_cached.jinja asks for. `version` is that of the package that writes the file."""
+    """What exported_cached.jinja asks for. `version` is the package's; captures have no names in `reserved`."""
 
-    template = _TEMPLATES[0]
+    template = "exported_cached.jinja"
     backward = has_transposed = False
     variables = VARIABLES
 
-    def __init__(self, call: ExportedCache, version: str) -> None:
+    def __init__(self, call: ExportedCache, version: str, reserved: frozenset[str]) -> None:
         plans = _Plans(call, call.target)
         on_target, on_cpu = plans.kernels(), _Plans(call, "cpu").kernels()
-        names = names_in(call, plans.keys, reserved(*_TEMPLATES))
+        names = names_in(call, plans.keys, reserved)
         grid = "tiles" if call.ragged else _GRID
         table = {
             "decode": (grid, "", "decode"),

@@ -149,6 +149,10 @@ def named(
     return Names(tuple(naming.all()), *names, pinned)
 
 
+PREFIX = "flexpress_apart_"
+APART = frozenset({PREFIX})  # instead of names that captures cannot have: all of them begin so, as nothing else in a file does
+
+
 class _Naming:
     """Arguments, as they are found; `of_origin`, `of_source`: their names."""
 
@@ -193,6 +197,8 @@ class _Naming:
         base = capture if capture.startswith(origin.name.lower()) else origin.name
         base = re.sub(r"[^a-z0-9]+", "_", base.lower()).strip("_") or "captured"
         name = f"captured_{base}" if _is_spoken_for(base) else base
+        if self.reserved is APART:
+            name = PREFIX + name
         while name in self.reserved:
             name += "_"
         first, count = name, 1

@@ -19,8 +19,6 @@ from ..text.spec import KernelSpec
 from .captures import layouts_for_any
 from .file import File, called
 
-PARTS = "_exported_cpp.jinja", "_exported_cpp_lists.jinja", "_exported_masks.jinja"
-KERNELS = frozenset({"FORWARD", "DECODE", "BACKWARD", "BLOCKS", "LISTS"})
 _EMBEDDED = (
     cpp_build.CompilerError,
     cpp_build.words_of,

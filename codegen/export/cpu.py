@@ -9,21 +9,18 @@ from ..run.cpu_backward import LARGEST
 from ..run.cpu_decode import few_plan
 from .attention import Gathered, added, describe_call, describe_mask
 from .captures import named
-from .cpp import KERNELS, PARTS, FileInCpp, mask_specs
-from .file import reserved
+from .cpp import FileInCpp, mask_specs
 from .kernels import Exported, Plans
-
-TEMPLATES = ("exported_cpu.jinja", "exported_attention.jinja", "_exported_gradients.jinja", *PARTS)
 
 
 class CppFile(FileInCpp):
-    """What exported_cpu.jinja asks for. `version` is that of the package that writes the file."""
+    """What exported_cpu.jinja asks for. `version` is the package's; captures have no names in `reserved`."""
 
-    template = TEMPLATES[0]
+    template = "exported_cpu.jinja"
 
-    def __init__(self, call: Exported, version: str) -> None:
+    def __init__(self, call: Exported, version: str, reserved: frozenset[str]) -> None:
         plans = Plans(call, "cpu", None)
-        names = named(call[:2], call.origins, call.wanted, plans.keys, reserved(*TEMPLATES) | KERNELS)
+        names = named(call[:2], call.origins, call.wanted, plans.keys, reserved)
         super().__init__(names, call.score, call.mask, version)
         describe_call(self, call)
         found = plans.forward_call(call.backward)

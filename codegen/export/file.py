@@ -20,7 +20,8 @@ from ..text.parsing import parse, without_comments
 from ..text.render import environment, render
 from ..text.spec import KernelSpec, without_texts
 from ..text.spelling import literal_text
-from .captures import Names
+from .captures import APART, Names
+from .captures import PREFIX as _PREFIX
 from .merged import Definitions, Print, merge
 from .torch_text import TorchText, torch_text
 
@@ -31,6 +32,9 @@ _VARIABLES = {  # what files call the tensors that kernels know by these names
     **{"KV_LENS": "kv_len", "PAGES": "page_table", "KV_LOCS": "cache_loc", "K_SCALES": "k_scale", "V_SCALES": "v_scale"},
     **{"PART": "part", "PART_SHARE": "part_share", "PART_MAX": "part_max", "PART_COUNT": "part_count"},
 }
+
+
+_SYMBOLS = "b", "h", "q_idx", "kv_idx"
 
 
 @dataclass(frozen=True)
@@ -244,7 +248,7 @@ def listed(names: Iterable[str]) -> str:
 def unpacked(lines: Iterable[str]) -> str:
     """The targets for b, h, q_idx and kv_idx, of which some lines need some; nothing if they need none."""
     words = frozenset(re.findall(r"\w+", " ".join(lines)))
-    names = [name if name in words else "_" for name in ("b", "h", "q_idx", "kv_idx")]
+    names = [name if name in words else "_" for name in _SYMBOLS]
     return ", ".join(names) if set(names) != {"_"} else ""
 
 
@@ -253,9 +257,34 @@ def _in_torch(graph: ModGraph, names: tuple[str, ...]) -> TorchText:
     return torch_text((graph.result,), names[:count], names[count:], graph.kind, "float64")
 
 
-def reserved(*templates: str) -> frozenset[str]:
-    """Names that captured tensors and numbers cannot have in a file of these templates."""
-    loader = environment().loader
-    text = "\n".join(loader.get_source(environment(), name)[0] for name in (*templates, "_exported.jinja"))
-    code = re.sub(r"\{#.*?#\}|\{%.*?%\}|\{\{.*?\}\}|\"{3}.*?\"{3}|# [^\n]*", " ", text, flags=re.S)
-    return frozenset(re.findall(r"[A-Za-z_]\w*", code)) | frozenset(_VARIABLES.values())
+def beside(make: Callable[[frozenset[str]], File]) -> File:
+    """A file whose captures have names that nothing else in it has. `make`: the file, by the names that they cannot have."""
+    first = make(APART)
+    return make(_others(first._rendered(lambda spec: spec)))
+
+
+def _others(text: str) -> frozenset[str]:
+    """What a file whose captures are named APART calls everything else: what it defines, and what is near a capture."""
+    found = {"score", *_SYMBOLS}  # which a file names where a mod needs them
+    for node in ast.parse(text).body:
+        names = set(_names_in(node))
+        if any(_PREFIX in name for name in names):
+            found |= names
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        else:
+            found |= names
+    return frozenset(name.replace(_PREFIX, "") for name in found if not name.startswith(_PREFIX))  # of d_x as well, the gradient of x
+
+
+def _names_in(node: ast.AST) -> Iterable[str]:
+    """The names in a statement."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, (ast.arg, ast.keyword)) and part.arg:
+            yield part.arg
+        elif isinstance(part, (ast.FunctionDef, ast.ClassDef)):
+            yield part.name
+        elif isinstance(part, ast.alias):
+            yield (part.asname or part.name).partition(".")[0]
