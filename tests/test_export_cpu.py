@@ -11,6 +11,8 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexpress import create_block_mask, export, flex_attention
 from flexpress.mods import alibi, alibi_slopes, causal, document, relative_bias, sliding_window
@@ -246,3 +248,34 @@ def test_names_that_a_file_uses_itself(names, target, tmp_path):
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, slopes))))
     for found, want in zip(*results, strict=True):
         assert relative_error(found, want) < 1e-4
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_80"])
+def test_what_kernels_cannot_read_or_follow_is_refused(target, tmp_path):
+    """Signs that are still to be turned, tangents, gradients of gradients, and calls that are recorded."""
+    q, k, v = tensors("cpu")
+    slopes = torch.randn(q.shape[1], 2)[:, 0]
+    path = tmp_path / "file.py"
+    export(q, k, v, lambda s, b, h, m, n: s + slopes[h] * (m - n), backward=True, target=target, path=path)
+    attention = load(path).attention
+    negative = torch.randn(len(slopes), dtype=torch.complex64).conj().imag
+    for given, name in ((dict(query=torch._neg_view(q)), "query"), (dict(slopes=negative), "slopes")):
+        with pytest.raises(ValueError, match=f"{name} has a sign that is still to be turned"):
+            attention(**{"query": q, "key": k, "value": v, "slopes": slopes} | given)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="key has a tangent"):
+        attention(q, torch.autograd.forward_ad.make_dual(k, k), v, slopes=slopes)
+
+    def run(query):
+        return attention(query, k, v, slopes=slopes)
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(q)
+    ways = (lambda: make_fx(run)(q), lambda: torch.jit.trace(run, q), lambda: torch.func.grad(lambda x: run(x).sum())(q), lambda: run(fake))
+    for way in ways:
+        with pytest.raises(NotImplementedError, match="query has no memory of its own"):
+            way()
+    x = q.clone().requires_grad_()
+    once, again = (torch.autograd.grad(run(x).square().sum() + x.pow(3).sum(), x, create_graph=graph)[0] for graph in (False, True))
+    assert torch.equal(once, again)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        torch.autograd.grad(again.sum(), x)
