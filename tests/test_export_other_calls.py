@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import types
 
 import numpy
 import pytest
@@ -237,6 +238,26 @@ def test_what_one_mod_has_decided_by_a_variable_of_the_other_is_checked(decides,
     assert relative_error(module.attention(q, k, v, n=6), flex_attention(q, k, v, **made(6))) < 1e-6
     with pytest.raises(ValueError, match=r"\(n > 4\) is False; these kernels were made where it is True"):
         module.attention(q, k, v, n=3)
+
+
+@pytest.mark.parametrize("kind", [dict, types.SimpleNamespace])
+def test_what_one_mod_has_decided_by_a_value_of_an_object_is_checked(kind, in_cpp, tmp_path):
+    """The other mod has an argument for it."""
+    q, k, v = tensors("cpu", Z=1, Hq=2, Hkv=2, Q_LEN=LENGTH, KV_LEN=LENGTH, D=16)
+
+    def made(n):
+        cfg = kind(n=n)
+        if kind is dict:
+            mods = lambda s, b, h, i, j: s * 2 if cfg["n"] > 4 else s * 0, lambda b, h, i, j: abs(i - j) < cfg["n"]
+        else:
+            mods = lambda s, b, h, i, j: s * 2 if cfg.n > 4 else s * 0, lambda b, h, i, j: abs(i - j) < cfg.n
+        return {"score_mod": mods[0], "mask_mod": mods[1]}
+
+    _, module = saved(tmp_path, q, k, v, **made(8))
+    name = "cfg_n" if kind is dict else "n"
+    assert relative_error(module.attention(q, k, v, **{name: 6}), flex_attention(q, k, v, **made(6))) < 1e-6
+    with pytest.raises(ValueError, match=rf"\({name} > 4\) is False; these kernels were made where it is True"):
+        module.attention(q, k, v, **{name: 3})
 
 
 def test_names_of_what_no_formula_makes(in_cpp, tmp_path):

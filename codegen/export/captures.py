@@ -233,14 +233,26 @@ class _Naming:
     def pinned(self, origins: Origins):
         """What Python decided by the values of arguments, as expressions."""
         for origin in origins.pinned:
-            if any(self._known(root) for root in roots(origin)) and isinstance(origin.value, NUMBERS):
+            if any(self._decider(root) for root in roots(origin)) and isinstance(origin.value, NUMBERS):
                 yield self._with_values(origin), origin.value
+
+    def _decider(self, root: Origin) -> str | None:
+        """The name of a number that decides. One that an object has may be an argument for the other mod."""
+        known = self._known(root)
+        if known or root.source is not None:
+            return known
+        alike = (name for other, name in self.of_origin.items() if other.source is None and not other.formula and _are_alike(root, other))
+        return next(alike, None)
 
     def _with_values(self, origin: Origin) -> str:
         """As _formula, of arguments alone: what is none has its value in the kernels."""
         if not origin.formula:
-            return self._known(origin) or literal_text(origin.value)
+            return self._decider(origin) or literal_text(origin.value)
         return origin.formula.format(*map(self._with_values, origin.parts))
+
+
+def _are_alike(one: Origin, other: Origin) -> bool:
+    return one.name == other.name and type(one.value) is type(other.value) and one.value == other.value
 
 
 def _is_spoken_for(name: str) -> bool:
