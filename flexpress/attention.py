@@ -14,6 +14,7 @@ from flexpress.float8 import FLOAT8, NOT_OF_FLOAT8, Quantised, quantised, refuse
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
+from flexpress.parts import tell_ranks
 from flexpress.probabilities import NOT_OVER_DEVICES, NOT_WITH_SINKS, look, wanted_of
 from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, aux_of, checked_request
 
@@ -297,23 +298,27 @@ def flex_attention(
     Meaning: torch.nn.attention.flex_attention (arXiv 2412.05496). Method: FlashAttention-2 (arXiv 2307.08691) with block lists.
     """
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
-    if dropout_p or context is not None or return_aux is not None:  # which ask query something; what follows checks all of them
-        check_are_tensors(query=query, key=key, value=value)
-    dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
-    float8 = None
-    if not q_scale is k_scale is v_scale is out_dtype is None:
-        float8 = Quantised(q_scale, k_scale, v_scale, out_dtype)
-    if return_aux is not None:
-        request = checked_request(return_aux, return_lse)
-        extras = Extras(sinks, dropout, float8)
-        out, lse, *others = _attend_and_look(arguments, request.max_scores, wanted_of(request), deterministic, context, extras)
-        return out, aux_of(request, lse, *others)
-    usual = context is None and query.__class__ in ORDINARY  # so no detour
-    if usual:
-        found = attend(bound(*arguments, sinks=sinks, dropout=dropout, quantised=float8), False, deterministic)
-    else:
-        found = _attend(arguments, False, deterministic, context, Extras(sinks, dropout, float8))
-    return found[:2] if return_lse else found[0]
+    try:
+        if dropout_p or context is not None or return_aux is not None:  # which ask query something; what follows checks all of them
+            check_are_tensors(query=query, key=key, value=value)
+        dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
+        float8 = None
+        if not q_scale is k_scale is v_scale is out_dtype is None:
+            float8 = Quantised(q_scale, k_scale, v_scale, out_dtype)
+        if return_aux is not None:
+            request = checked_request(return_aux, return_lse)
+            extras = Extras(sinks, dropout, float8)
+            out, lse, *others = _attend_and_look(arguments, request.max_scores, wanted_of(request), deterministic, context, extras)
+            return out, aux_of(request, lse, *others)
+        usual = context is None and query.__class__ in ORDINARY  # so no detour
+        if usual:
+            found = attend(bound(*arguments, sinks=sinks, dropout=dropout, quantised=float8), False, deterministic)
+        else:
+            found = _attend(arguments, False, deterministic, context, Extras(sinks, dropout, float8))
+        return found[:2] if return_lse else found[0]
+    except Exception as failure:
+        tell_ranks(context, failure)
+        raise
 
 
 def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic: bool, sinks: torch.Tensor | None) -> tuple:

@@ -69,3 +69,10 @@ def _index(part: Part) -> Callable:
         return _same
     first = part.first
     return lambda i: i + first
+
+
+def tell_ranks(context, failure: Exception) -> None:
+    """Other ranks of a context plan, which may wait in their first call, learn of what this one raises."""
+    agreement = getattr(context, "agreement", None)
+    if agreement is not None:
+        agreement.tell(failure)

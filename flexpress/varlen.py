@@ -14,6 +14,7 @@ from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_checks import check_packed
 from flexpress.packing import packing_of
+from flexpress.parts import tell_ranks
 from flexpress.recorded import Recorded
 from flexpress.transformed import Transformed
 
@@ -210,25 +211,29 @@ def varlen_attention(
     Source of the layout: flash_attn_varlen_func of FlashAttention (Dao 2023, arXiv 2307.08691).
     """
     arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
-    if dropout_p or context is not None:  # which ask q something; what follows checks all of them
-        check_are_tensors(q=q, k=k, v=v)
-    dropout = read_dropout(dropout_p, dropout_seed, q.device) if dropout_p else None
-    refuse_over_devices(dropout, context, q)
-    float8 = None
-    if not q_scale is k_scale is v_scale is out_dtype is None:
-        float8 = Quantised(q_scale, k_scale, v_scale, out_dtype)
-    if context is not None or is_distributed(q):
-        refuse_float8_over_devices(q, float8)
-    if context is not None:
-        check_still("varlen_attention with context=", q, k, v)
-        from flexpress.distributed.varlen import attend_varlen_in_context
+    try:
+        if dropout_p or context is not None:  # which ask q something; what follows checks all of them
+            check_are_tensors(q=q, k=k, v=v)
+        dropout = read_dropout(dropout_p, dropout_seed, q.device) if dropout_p else None
+        refuse_over_devices(dropout, context, q)
+        float8 = None
+        if not q_scale is k_scale is v_scale is out_dtype is None:
+            float8 = Quantised(q_scale, k_scale, v_scale, out_dtype)
+        if context is not None or is_distributed(q):
+            refuse_float8_over_devices(q, float8)
+        if context is not None:
+            check_still("varlen_attention with context=", q, k, v)
+            from flexpress.distributed.varlen import attend_varlen_in_context
 
-        out, lse = attend_varlen_in_context(context, *arguments, sinks)
-    elif q.__class__ not in ORDINARY and is_distributed(q):
-        out, lse = _attend_shards(*arguments, sinks)
-    else:
-        out, lse = _attend(*arguments, sinks=sinks, dropout=dropout, quantised=float8)
-    return (out, lse) if return_lse else out
+            out, lse = attend_varlen_in_context(context, *arguments, sinks)
+        elif q.__class__ not in ORDINARY and is_distributed(q):
+            out, lse = _attend_shards(*arguments, sinks)
+        else:
+            out, lse = _attend(*arguments, sinks=sinks, dropout=dropout, quantised=float8)
+        return (out, lse) if return_lse else out
+    except Exception as failure:
+        tell_ranks(context, failure)
+        raise
 
 
 def _attend_shards(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, sinks) -> tuple:

@@ -30,7 +30,9 @@ class Agreement:
         shown = tuple((name, str(fact)) for name, fact in facts().items())
         numbers = self._gathered_numbers(digest_of(shown))
         if _FAILED in numbers or len(set(numbers)) > 1:
-            raise ValueError(_difference(self._gathered_objects((dist.get_rank(), "", shown))))
+            failure = ValueError(_difference(self._gathered_objects((dist.get_rank(), "", shown))))
+            vars(failure)["told"] = True
+            raise failure
         self._known.add(kind)
 
     @contextmanager
@@ -39,11 +41,17 @@ class Agreement:
         try:
             yield
         except Exception as failure:
-            if not self._known:
-                with _disable_current_modes():  # under FakeTensorMode, which is refused, there would be no numbers to send
-                    self._gathered_numbers(_FAILED)
-                    self._gathered_objects((dist.get_rank(), f"{type(failure).__name__}: {failure}", ()))
+            self.tell(failure)
             raise
+
+    def tell(self, failure: Exception) -> None:
+        """Other ranks that are in their first `check` learn of what is raised here; once."""
+        if self._known or "told" in vars(failure):
+            return
+        vars(failure)["told"] = True
+        with _disable_current_modes():  # under FakeTensorMode, which is refused, there would be no numbers to send
+            self._gathered_numbers(_FAILED)
+            self._gathered_objects((dist.get_rank(), f"{type(failure).__name__}: {failure}", ()))
 
     def _gathered_numbers(self, number: int) -> list[int]:
         found = torch.tensor([number], dtype=torch.int64, device=self._device)

@@ -133,6 +133,21 @@ def what_one_rank_raises_is_named_on_the_other():
 
 
 @check(2)
+def what_the_front_door_raises_is_told():
+    """Arguments that are refused before the plan is asked, on one rank alone."""
+    for raised, words, more in (
+        (NotImplementedError, "dropout_p of DTensors, or with context=", {"dropout_p": 0.1}),
+        (ValueError, "with context= the plan has the mask", {"mask_mod": mods.causal}),
+        (NotImplementedError, "entropy", {"return_aux": AuxRequest(entropy=True)}),
+        (TypeError, "key", {"key": None}),
+    ):
+        plan = ContextPlan(None, 256, mask_mod=mods.causal, device=here())
+        q, k, v = (plan.shard(torch.randn(1, 2, 256, 16, device=here())) for _ in range(3))
+        with pytest.raises(raised if dist.get_rank() else ValueError, match=words if dist.get_rank() else "rank 1 has raised"):
+            flex_attention(**{"query": q, "key": k, "value": v, "context": plan} | (more if dist.get_rank() else {}))
+
+
+@check(2)
 def what_is_written_to_while_a_plan_lives():
     """A mask's tensor between forward and backward pass is found, and lengths of sequences are the plan's own."""
     limit = torch.full((300,), 50, device=here())
