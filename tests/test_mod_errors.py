@@ -46,6 +46,10 @@ def with_math(b, h, q_idx, kv_idx):
     return math.exp(q_idx) > kv_idx
 
 
+def with_numpy(b, h, q_idx, kv_idx):
+    return np.exp(q_idx) > kv_idx
+
+
 def with_range(b, h, q_idx, kv_idx):
     return sum(kv_idx == i for i in range(q_idx)) > 0
 
@@ -105,6 +109,7 @@ CASES = [
     (with_not, "`not`", "return not q_idx > kv_idx", "`~`"),
     (with_max, "max()", "return max(q_idx, kv_idx) > 2", "torch.maximum"),
     (with_math, "Python float", "math.exp(q_idx)", "torch.exp"),
+    (with_numpy, "ufuncs", "np.exp(q_idx)", "torch.exp"),
     (with_range, "range()", "range(q_idx)", "Capture a tensor"),
     (with_item, ".item()", "q_idx.item() > 3", "Use the symbol itself"),
     (unsupported, "cumsum is not a supported operation", "torch.cumsum(q_idx, 0)", "Supported are"),

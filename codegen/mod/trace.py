@@ -155,10 +155,15 @@ def _result(run: TracingRun, mod) -> Expr:
                 result = run_mod(mod, symbols)
             except (TypeError, IndexError, KeyError) as error:  # Python's, NumPy's or torch's own words, with the user's line
                 problem = str(error).strip()
-                remedy = "Capture torch.as_tensor(array, device=...) instead of a NumPy array." if "numpy." in problem else ""
-                raise mod_error(problem, remedy, _line_of(error), run.kind) from error
+                raise mod_error(problem, _remedy(problem), _line_of(error), run.kind) from error
         run.definition = definition_of(mod)
         return _checked_result(result, run, mod)
+
+
+def _remedy(problem: str) -> str:
+    if "does not support ufuncs" in problem:
+        return "That is a function of NumPy, which needs values. Use torch's: torch.exp(score), not np.exp(score)."
+    return "Capture torch.as_tensor(array, device=...) instead of a NumPy array." if "numpy." in problem else ""
 
 
 _graphs: dict[tuple, ModGraph] = Table("graphs", 4096)
