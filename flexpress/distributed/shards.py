@@ -24,7 +24,7 @@ from flexpress.dtensors import Shards
 def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
     """out, lse and max_scores, if asked for, DTensors as query is."""
     with plan.agreement.telling_failures():
-        part = Shards(named, 0, 1, functools.partial(_dims_of, plan), plan.sum_gradients)
+        part = Shards(named, 0, 1, functools.partial(_dims_of, plan, named, 2), plan.sum_gradients)
         check_heads(*list(named.values())[:2], arguments.enable_gqa)  # a rank may have one head of each
         arguments = arguments._replace(sinks=part.sinks(arguments.sinks))
     return part.joined(*attend_in_context(plan, part.local, score_mod, arguments, part.batch, part.heads, part.read_captured))
@@ -33,20 +33,23 @@ def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], 
 def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
     """out, lse and max_scores, if asked for, of packed sequences (total, H, D), DTensors as query is."""
     with plan.agreement.telling_failures():
-        part = Shards(named, None, 1, functools.partial(_dims_of, plan), plan.sum_gradients)
+        part = Shards(named, None, 1, functools.partial(_dims_of, plan, named, 0), plan.sum_gradients)
         arguments = arguments._replace(sinks=part.sinks(arguments.sinks))
     return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, part.heads, part.read_captured))
 
 
-def _dims_of(plan: ContextPlan, mesh: dist.device_mesh.DeviceMesh) -> tuple[int, ...]:
-    """The dimensions of a mesh whose ranks, along it, are those of the plan's groups; none if there are none."""
+def _dims_of(plan: ContextPlan, named: dict[str, torch.Tensor], sequence: int, mesh: dist.device_mesh.DeviceMesh) -> tuple[int, ...]:
+    """The dimensions of a mesh whose ranks, along it, are those of the plan's groups; none if there are none. Of several with one rank that
+    which has the group's name, or over which query is sharded by `sequence`, its dimension of positions."""
     coordinate, names = mesh.get_coordinate() or [], mesh.mesh_dim_names or [None] * mesh.ndim
     along = [[slice(None) if i == dim else at for i, at in enumerate(coordinate)] for dim in range(len(coordinate))]
     ranks = [mesh.mesh[tuple(place)].tolist() for place in along]
+    placements = getattr(next(iter(named.values())), "placements", ())
+    apart = {dim for dim, placement in enumerate(placements) if placement.is_shard(sequence)}
     dims: list[int] = []
     for group, name in zip(plan.groups, plan.mesh_dim_names, strict=False):
         alike = [dim for dim, found in enumerate(ranks) if found == dist.get_process_group_ranks(group) and dim not in dims]
-        dims += ([dim for dim in alike if names[dim] == name] or alike)[:1]  # several have one rank
+        dims += sorted(alike, key=lambda dim: (names[dim] != name, dim not in apart))[:1]
     if dims != sorted(dims):
         raise ValueError(f"{mesh} has the ranks that split heads before those that split the sequence; make a mesh of the other order")
     return tuple(dims)

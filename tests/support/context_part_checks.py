@@ -338,6 +338,17 @@ def heads_over_a_second_dimension_of_others():
 
 
 @check(2)
+def a_plan_of_one_rank_whose_group_has_no_name():
+    """Of a mesh's dimensions with one rank it is that over which the sequence is sharded."""
+    mesh = init_device_mesh(here().type, (1, 2, 1), mesh_dim_names=("data", "tensor", "context"))
+    plan = ContextPlan(mesh.get_group("context"), 256, mask_mod=mods.causal, device=here())
+    whole = [torch.randn(2, 2, 256, 16, generator=torch.Generator().manual_seed(i)).to(here()) for i in range(3)]
+    q, k, v = (distribute_tensor(t, mesh, [Shard(0), Shard(1), Shard(2)]) for t in whole)
+    out = flex_attention(q, k, v, context=plan).full_tensor()
+    assert torch.equal(out, flex_attention(*whole, mask_mod=mods.causal))
+
+
+@check(2)
 def heads_alone():
     mesh = init_device_mesh(here().type, (1, 2), mesh_dim_names=("context", "heads"))
     for length in (150, 129):  # of the latter a rank has no positions
