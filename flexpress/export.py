@@ -157,7 +157,7 @@ def target_of(target: str | None, query: torch.Tensor) -> str:
         found = architecture_of(query.device)
         return found if found in offline.TARGETS else "sm_80" if backend_of("cuda") == "cuda" else "gfx942"
     if target not in offline.TARGETS:
-        raise ValueError(f"target must be one of {', '.join(offline.TARGETS)}, got {target!r}")
+        raise ValueError(f"target must be one of {', '.join(offline.TARGETS)} and cpu, got {target!r}")
     return target
 
 

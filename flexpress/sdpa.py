@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     dropout_p    as for flex_attention: torch's generator gives the seed, but other weights are dropped than by torch's function
     is_causal    query i sees key j if j <= i, whatever the lengths; not with attn_mask
     scale        a number or a tensor of one, 1 / sqrt(D) by default
-    enable_gqa   allows Hq to be a multiple of Hkv
+    enable_gqa   allows Hq to be a multiple of Hkv. Other than in torch key and value have as many heads
 
     Returns (..., Hq, Q_LEN, D_V) in query's dtype. A row with nothing to attend to gives 0. Differentiable twice, with respect to query,
     key, value and an attn_mask that is added.
