@@ -28,16 +28,18 @@ class Agreement:
         if kind in self._known:
             return
         shown = tuple((name, str(fact)) for name, fact in facts().items())
-        numbers = self._gathered_numbers(digest_of(shown))
-        if _FAILED in numbers or len(set(numbers)) > 1:
-            failure = ValueError(_difference(self._gathered_objects((dist.get_rank(), "", shown))))
-            vars(failure)["told"] = True
-            raise failure
+        try:
+            numbers = self._gathered_numbers(digest_of(shown))
+            if _FAILED in numbers or len(set(numbers)) > 1:
+                raise ValueError(_difference(self._gathered_objects((dist.get_rank(), "", shown))))
+        except Exception as failure:
+            vars(failure)["told"] = True  # all ranks have it, or there is no way to them
+            raise
         self._known.add(kind)
 
     @contextmanager
     def telling_failures(self) -> Iterator[None]:
-        """What is raised here, other ranks learn that are in their first `check`. Later they are anywhere, and nobody is told."""
+        """What is raised here is told."""
         try:
             yield
         except Exception as failure:
@@ -45,10 +47,9 @@ class Agreement:
             raise
 
     def tell(self, failure: Exception) -> None:
-        """Other ranks that are in their first `check` learn of what is raised here; once."""
+        """Other ranks that are in their first `check` learn of what is raised here. Later they are anywhere, and nobody is told."""
         if self._known or "told" in vars(failure):
             return
-        vars(failure)["told"] = True
         with _disable_current_modes():  # under FakeTensorMode, which is refused, there would be no numbers to send
             self._gathered_numbers(_FAILED)
             self._gathered_objects((dist.get_rank(), f"{type(failure).__name__}: {failure}", ()))

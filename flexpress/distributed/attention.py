@@ -66,17 +66,16 @@ def attend_in_context(
     batch, heads  which batch entries and heads of the mask's and of score_mod's these are
     read          makes what a bound mod captures readable, in place
     """
-    with plan.agreement.telling_failures():
-        tensors, arguments, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
-        score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads), "score", tensors[0].device)
-        facts = _facts(tensors, score, arguments)
-        split = plan.head_split
-        of_ranks = split.heads(tensors[0].shape[1], tensors[1].shape[1]) if split else []
-        if split:
-            mine = of_ranks[split.rank].q
-            heads = Part((heads.first or 0) + mine.start, mine.stop - mine.start)
-        score_mod, part = score_of_part(score_mod, batch, heads), plan.of_part(batch, heads)
-        exchange = part.exchange = part.exchange or Exchange(part)
+    tensors, arguments, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
+    score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads), "score", tensors[0].device)
+    facts = _facts(tensors, score, arguments)
+    split = plan.head_split
+    of_ranks = split.heads(tensors[0].shape[1], tensors[1].shape[1]) if split else []
+    if split:
+        mine = of_ranks[split.rank].q
+        heads = Part((heads.first or 0) + mine.start, mine.stop - mine.start)
+    score_mod, part = score_of_part(score_mod, batch, heads), plan.of_part(batch, heads)
+    exchange = part.exchange = part.exchange or Exchange(part)
     plan.agreement.check(facts, lambda: {**plan.facts(), **_shown(*facts), "scale": arguments.scale, **numbers_of(score, "score_mod")})
     if split:
         tensors = split.all_to_heads(tensors, of_ranks, len(part.position_ids), len(part.kv_position_ids))

@@ -23,18 +23,16 @@ from flexpress.dtensors import Shards
 
 def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
     """out, lse and max_scores, if asked for, DTensors as query is."""
-    with plan.agreement.telling_failures():
-        part = Shards(named, 0, 1, functools.partial(_dims_of, plan, named, 2), plan.sum_gradients)
-        check_heads(*list(named.values())[:2], arguments.enable_gqa)  # a rank may have one head of each
-        arguments = arguments._replace(sinks=part.sinks(arguments.sinks))
+    part = Shards(named, 0, 1, functools.partial(_dims_of, plan, named, 2), plan.sum_gradients)
+    check_heads(*list(named.values())[:2], arguments.enable_gqa)  # a rank may have one head of each
+    arguments = arguments._replace(sinks=part.sinks(arguments.sinks))
     return part.joined(*attend_in_context(plan, part.local, score_mod, arguments, part.batch, part.heads, part.read_captured))
 
 
 def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
     """out, lse and max_scores, if asked for, of packed sequences (total, H, D), DTensors as query is."""
-    with plan.agreement.telling_failures():
-        part = Shards(named, None, 1, functools.partial(_dims_of, plan, named, 0), plan.sum_gradients)
-        arguments = arguments._replace(sinks=part.sinks(arguments.sinks))
+    part = Shards(named, None, 1, functools.partial(_dims_of, plan, named, 0), plan.sum_gradients)
+    arguments = arguments._replace(sinks=part.sinks(arguments.sinks))
     return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, part.heads, part.read_captured))
 
 

@@ -17,16 +17,15 @@ def attend_varlen_in_context(
     """out (local total_q, Hq, Dv) and lse of this rank's q, k and v."""
     named, of_plan = {"q": q, "k": k, "v": v}, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "mask_mod": mask_mod}
     check_plan(plan)
-    with plan.agreement.telling_failures():
-        if plan.packing is None:
-            raise ValueError("context= must be a plan of packed sequences here: ContextPlan.packed(cu_seqlens, mask_mod=...)")
-        for name, given in of_plan.items():
-            if given is not None:
-                raise ValueError(f"with context= the plan has {name}: leave it out, and make another plan for another one")
-        for name, tensor in named.items():
-            check_rank(name, tensor, "(local tokens, H, D)", may_stand=True)
-        if score_mod is not None:
-            score_mod = plan.packing.score_mod(score_mod)
+    if plan.packing is None:
+        raise ValueError("context= must be a plan of packed sequences here: ContextPlan.packed(cu_seqlens, mask_mod=...)")
+    for name, given in of_plan.items():
+        if given is not None:
+            raise ValueError(f"with context= the plan has {name}: leave it out, and make another plan for another one")
+    for name, tensor in named.items():
+        check_rank(name, tensor, "(local tokens, H, D)", may_stand=True)
+    if score_mod is not None:
+        score_mod = plan.packing.score_mod(score_mod)
     arguments = Arguments(scale, True, kernel_options, deterministic, sinks=sinks)
     if any(map(is_distributed, named.values())):
         from flexpress.distributed.shards import attend_packed_shards_in_context
