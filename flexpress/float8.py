@@ -13,15 +13,15 @@ import torch
 
 from flexpress.checks import DTYPES
 
-from .codegen.device.devices import architecture_of, multiprocessors
+from .codegen.device.devices import architecture_of
 from .codegen.gpus import WIDEST_TILE
 from .codegen.mod.tensors import check_kind, readable
 from .codegen.plan.forward import Options
 from .codegen.plan.hopper_tiles import WIDEST_8
 from .codegen.plan.tiles import FEWEST_KEYS_8
-from .codegen.run import forward_kernels
 from .codegen.run.as_bfloat16 import as_bfloat16
 from .codegen.run.call import Cached, Scales
+from .codegen.run.forward_kernels import why_portable
 from .codegen.run.values_by_keys import by_keys
 
 FLOAT8 = torch.float8_e4m3fn
@@ -153,7 +153,7 @@ def _faster_in_16_bits(q, k, v, options: Options, kv_block: int) -> bool:
         return False
     if options.use_tma is False or options.tile or options.backend not in (None, "HOPPER"):
         return False
-    return forward_kernels.worthwhile(Q_LEN, KV_LEN, Z * Hq, max(d_qk, d_v), bool(kv_block), multiprocessors(q.device)) is None
+    return why_portable(Q_LEN, KV_LEN, Z * Hq, max(d_qk, d_v), bool(kv_block), q.device) is None
 
 
 def with_query_scale(where: Cached, q_scale: torch.Tensor | None, kv_heads: int) -> Cached:

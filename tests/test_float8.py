@@ -143,7 +143,7 @@ def test_every_number_becomes_bfloat16(lies, device):
 def test_wide_heads_become_bfloat16_for_the_kernel_for_hopper(monkeypatch):
     """It has no tiles of 8 bits for them. Few queries, options that it lacks and problems that it would be slow for stay as they are."""
     monkeypatch.setattr("flexpress.float8.architecture_of", lambda device: "sm_90")
-    monkeypatch.setattr("flexpress.float8.multiprocessors", lambda device: 8)
+    monkeypatch.setattr("flexpress.codegen.run.forward_kernels.multiprocessors", lambda device: 8)
     for dims, queries, options, becomes in (
         ((256, 256), 1024, {}, True),
         ((64, 160), 1024, {"BACKEND": "HOPPER"}, True),

@@ -82,7 +82,7 @@ class Hopper:
 
     def worthwhile(self, call: Call) -> str | None:
         (Z, Hq, Q_LEN, KV_LEN), case = call.extents, call.case
-        return worthwhile(Q_LEN, KV_LEN, Z * Hq, max(case.d_qk, case.d_v), bool(case.blocks), multiprocessors(call.device))
+        return why_portable(Q_LEN, KV_LEN, Z * Hq, max(case.d_qk, case.d_v), bool(case.blocks), call.device)
 
     def plan(self, call: Call) -> HopperPlan:
         return plan_hopper_forward(call.case, call.score, call.mask)
@@ -92,6 +92,11 @@ class Hopper:
         limit = None if call.case.options.backend == self.name else SPILL_LIMIT
         launch = Launch(plan.spec, _numbers(call, plan, lists), (*names, *(c.name for c in plan.copies), "COUNTER"))
         return Runner(plan, launch, names, call.extents, limit, multiprocessors(call.device))
+
+
+def why_portable(q_len: int, kv_len: int, heads: int, head_dim: int, listed: bool, device: torch.device) -> str | None:
+    """Why the portable kernel is faster on a device than the one for Hopper (see worthwhile), or None if it is not."""
+    return worthwhile(q_len, kv_len, heads, head_dim, listed, multiprocessors(device))
 
 
 def planned_for_any(launches: Table, case: ForwardCase, keys: tuple[Mod | None, Mod | None]) -> tuple[HopperPlan, Launch]:

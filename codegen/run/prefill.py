@@ -41,7 +41,7 @@ class Prefill:
 
     def worthwhile(self, call: CachedCall) -> str | None:
         head_dim = max(call.q.shape[3], call.v.shape[3])
-        return forward_kernels.worthwhile(call.q.shape[2], call.extents[3], call.extents[1], head_dim, True, multiprocessors(call.q.device))
+        return forward_kernels.why_portable(call.q.shape[2], call.extents[3], call.extents[1], head_dim, True, call.q.device)
 
     def run(self, call: CachedCall, *, prepare: bool = False) -> None:
         """Fill out and lse; or, to prepare such calls, compile what does. Raises Unusable."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from flexpress import float8
 from flexpress.codegen.device import binary, devices, kernel, tma
 from flexpress.codegen.device.arguments import one_by_one
 from flexpress.codegen.run import backward, backward_kernels, decode, decode_kernels, forward, forward_kernels, prefill, shared_parts
@@ -57,7 +56,7 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
         return tma.descriptor_at(t.data_ptr(), t.dtype, t.shape, t.stride(), rows, columns)
 
     monkeypatch.setattr(launch_module, "descriptor", descriptor)
-    for module in (forward_kernels, backward_kernels, prefill, shared_parts, float8):
+    for module in (forward_kernels, backward_kernels, prefill, shared_parts):
         monkeypatch.setattr(module, "multiprocessors", lambda _: multiprocessors)
     monkeypatch.setattr(backward_kernels, "worthwhile", lambda *_: None)
 
