@@ -1671,6 +1671,27 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
         "nobody waits for a slice of Q",
     ),
     Mutant(
+        "templates/hopper_backward_sliced.py.jinja",
+        "            if m_before >= 0:\n                wait_for_other(step - 1, CONSUMER)\n",
+        "            pass\n",
+        named("hopper_backward", "192"),
+        "dS goes to a buffer that the other consumer reads",
+    ),
+    Mutant(
+        "templates/hopper_backward_sliced.py.jinja",
+        "store(left)\n    tma.store_wait(0)\n",
+        "store(left)\n",
+        named("hopper_backward", "192"),
+        "a slice of dQ is stored where the TMA unit still reads another",
+    ),
+    Mutant(
+        "templates/hopper_backward_sliced.py.jinja",
+        "    fence_async_shared()  # for dS, too\n",
+        "",
+        named("hopper_backward", "192"),
+        "the tensor cores may not find the dS that threads have stored",
+    ),
+    Mutant(
         "templates/_hopper_decode_output.jinja",
         "mbarrier.wait(shared.weighed.index(slot * 2 + {{ half }}), phase)",
         "pass",
