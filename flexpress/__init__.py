@@ -12,6 +12,7 @@ out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 # Attention
 #     attention, call                  flex_attention, and a call of it from top to bottom
 #     arguments, checks                tensors and masks as users pass them; one clear error for what is wrong
+#     plain_arguments                  flags and devices as users pass them
 #     scales, sinks, dropout, float8   what changes the softmax, or elements, beside mods
 #     return_aux, probabilities        what is returned beside the output
 #     autograd, derivatives            gradients; forward mode and second derivatives

@@ -17,6 +17,7 @@ from flexpress.checks import block_size, extent, pair
 from flexpress.mask_attributes import MaskAttributes
 from flexpress.mask_mods import noop_mask, same_mod
 from flexpress.mods import MaskMod
+from flexpress.plain_arguments import named_device
 from flexpress.slices import Selection, selected, shown, take, three_indices
 
 from .codegen.compiling import runs_uncompiled
@@ -220,9 +221,8 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
 
     def to(self, device: Device) -> BlockMask:
         """The same mask with its lists on another device. Raises TypeError for anything else: lists are int32."""
-        if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
-            raise TypeError(f"device must be a torch.device or its name, got {device!r}")
-        lists = self._lists_by(lambda table: table.to(device))
+        place = named_device(device)
+        lists = self._lists_by(lambda table: table.to(place))
         selection = self._selected()
         mask_mod = self.mask_mod
         if selection is not None:  # its tables of positions move too; what the user's mask_mod captures is the user's

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
+from flexpress.plain_arguments import named_device
+
 from .codegen import logs
 from .codegen.mod.tensors import ORDINARY, check_kind, is_distributed, is_moving, is_pending
 from .codegen.plan.forward import Options
@@ -337,12 +339,7 @@ def resolve_device(device) -> torch.device:
     without kernels."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        if isinstance(device, bool):
-            raise TypeError
-        device = torch.device(device)
-    except (TypeError, RuntimeError) as error:
-        raise TypeError(f"device must be a torch.device or its name, got {device!r}") from error
+    device = named_device(device)
     if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"device is {str(device)!r}; kernels run on CUDA or ROCm GPUs ('cuda') and on 'cpu'")
     if device.type == "cuda" and device.index is None:

@@ -20,6 +20,7 @@ import torch
 from torch.types import Device
 
 from flexpress.checks import whole
+from flexpress.plain_arguments import device_or_default
 from flexpress.shared_prefix import SharedPrefix, shared_prefix_of
 
 
@@ -136,6 +137,7 @@ class PageAllocator:
         The -1 stand past a sequence's last page, where no kernel may read: a page that is read by mistake is then no valid one, not one
         of another sequence. Raises ValueError for an unknown sequence, and for one with more than `width` pages.
         """
+        device, sequences = device_or_default(device), _listed(sequences)
         rows = [self._pages[self._known(sequence)] for sequence in sequences]
         most = max(map(len, rows), default=0)
         width = most if width is None else whole("width", width)
@@ -159,7 +161,7 @@ class PageAllocator:
         as few tokens as possible are read again. It holds while its members only grow: make it anew when one is freed, or truncated to
         less than it shares. Raises ValueError for an unknown sequence, and for longer prefixes than `width`.
         """
-        full = [self._pages[self._known(sequence)][: self._lengths[sequence] // self._page_size] for sequence in sequences]
+        full = [self._pages[self._known(sequence)][: self._lengths[sequence] // self._page_size] for sequence in _listed(sequences)]
         return shared_prefix_of(full, self._page_size, device, groups, width)
 
     def __repr__(self) -> str:
@@ -199,3 +201,11 @@ class PageAllocator:
         self._next += 1
         self._pages[sequence], self._lengths[sequence] = pages, length
         return sequence
+
+
+def _listed(sequences) -> list[int]:
+    """The argument `sequences`, which may be anything that is walked through once."""
+    try:
+        return list(sequences)
+    except TypeError:
+        raise TypeError(f"sequences must be a list of sequences, as allocate and fork give them, got {sequences!r}") from None

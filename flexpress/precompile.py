@@ -16,6 +16,7 @@ from flexpress.call import bound
 from flexpress.dropout import read_dropout
 from flexpress.float8 import quantised
 from flexpress.mods import MaskMod, ScoreMod
+from flexpress.plain_arguments import device_or_default
 from flexpress.shared_prefix import SharedPrefix
 from flexpress.varlen import packed_call
 
@@ -260,14 +261,14 @@ def _prepare(call: Bound, backward: bool, max_scores: bool, deterministic: bool)
 
 
 def _device_of(query, others: tuple, device) -> torch.device:
+    device = device_or_default(device)
     if isinstance(query, torch.Tensor) and not query.is_meta:
-        if device is not None and torch.device(device).type != query.device.type:
+        if device is not None and device.type != query.device.type:
             raise ValueError(f"query is on {query.device}, but device is {device}; leave device out, or pass query.to('meta')")
         return query.device
     if device is None:
         known = [t.device for t in others if isinstance(t, torch.Tensor) and not t.is_meta]
-        device = known[0] if known else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+        device = known[0] if known else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "meta":
         raise ValueError("device is 'meta', for which nothing can be compiled: pass the device of the later calls")
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

@@ -10,6 +10,7 @@ from torch.types import Device
 
 from flexpress.cache_checks import check_plain, described
 from flexpress.checks import positive, whole
+from flexpress.plain_arguments import device_or_default
 
 from .codegen.mod.tensors import check_memory
 
@@ -136,7 +137,7 @@ def rope_table(
     length, rope_dim = whole("length", length), whole("rope_dim", rope_dim)
     if rope_dim < 2 or rope_dim % 2:
         raise ValueError(f"rope_dim must be even and at least 2, got {rope_dim}")
-    theta, scale = positive("theta", theta), positive("scale", scale)
+    theta, scale, device = positive("theta", theta), positive("scale", scale), device_or_default(device)
     check_scaling("scaling", scaling, scale)
     if inv_freq is None:
         inv_freq = theta ** (-torch.arange(0, rope_dim, 2, dtype=torch.float64, device=device) / rope_dim)

@@ -12,13 +12,14 @@ Nothing here knows a kernel: an attention operation takes the tensors that it ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.types import Device
 
 from flexpress.attention_info import AttentionInfo, CacheConfig, PositionalEmbeddingConfig
-from flexpress.checks import whole
+from flexpress.checks import check_are_tensors, whole
+from flexpress.plain_arguments import named_device
 from flexpress.step_view import StepView
 from flexpress.token_ids import flatten, integers
 
@@ -153,6 +154,7 @@ class SequenceInfo(StepView):
 
         ValueError for another shape.
         """
+        check_are_tensors(tensor=tensor)
         shape = (self.num_sequences, 1) if self.is_generate else (1, self.num_tokens)
         if tuple(tensor.shape[:2]) != shape:
             raise ValueError(f"tensor has shape {tuple(tensor.shape)}; this batch is laid out as {shape}, any dimensions behind")
@@ -206,6 +208,8 @@ class SequenceInfo(StepView):
     def sync(self, other: SequenceInfo) -> None:
         """Takes over the batch of another one: its tokens, positions and pages. They are copied to this one's device; `other` keeps its own
         tensors. ValueError if its limits differ."""
+        if not isinstance(other, SequenceInfo):
+            raise TypeError(f"other must be a SequenceInfo, got {type(other).__name__}")
         for name in ("max_seq_len", "max_batch_size", "page_size", "max_num_tokens", "num_pages"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(f"{name} is {getattr(self, name)} here and {getattr(other, name)} in the other")
@@ -214,9 +218,7 @@ class SequenceInfo(StepView):
 
     def to(self, device: torch.device | str | int) -> SequenceInfo:
         """Moves the tensors to `device`; returns itself. TypeError for what is no device: the tensors stay int32."""
-        if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
-            raise TypeError(f"device must be a torch.device or its name, got {device!r}; the tensors of a SequenceInfo stay int32")
-        self._step.to(torch.device(device))
+        self._step.to(named_device(device))
         return self
 
     # torch.export
@@ -285,6 +287,8 @@ class SequenceInfo(StepView):
         return positions
 
     def _checked_pages(self, assignments, n: int) -> list[list[int]]:
+        if isinstance(assignments, str) or not isinstance(assignments, Iterable):
+            raise TypeError(f"page_assignments must be a list of lists of pages, got {assignments!r}")
         rows = [integers(f"page_assignments[{i}]", row) for i, row in enumerate(assignments)]
         if len(rows) != n:
             raise ValueError(f"page_assignments has {len(rows)} entries for {n} sequences")

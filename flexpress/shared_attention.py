@@ -92,7 +92,7 @@ def _check_same(name: str, tensor: torch.Tensor | None, known: torch.Tensor | No
 def is_worthwhile(shared: SharedPrefix | SharedTables, problem: CachedProblem) -> bool:
     """Is what need not be read again enough to pay for a second part?"""
     prefix = shared if isinstance(shared, SharedPrefix) else shared.shared
-    if not prefix.pays(problem.k_cache, problem.v_cache, queries=problem.tokens, tables=shared is not prefix):
+    if not prefix.saves_enough(problem.k_cache, problem.v_cache, problem.tokens, shared is not prefix):
         return False
     return is_possible(prefix, problem)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.types import Device
 
-from flexpress.cache_checks import check_table
-from flexpress.checks import whole
+from flexpress.cache_checks import check_table, described
+from flexpress.checks import check_rank, whole
+from flexpress.plain_arguments import device_or_default
 
 from .codegen.plan.shared_tiles import BLOCK
 from .codegen.run.call import values_in_keys
@@ -95,6 +96,12 @@ class SharedPrefix:
         For whoever captures CUDA graphs with sharing and without, and chooses one for a step. (A mod that has dot products of rows goes
         the usual way in any case.)
         """
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            check_rank(name, cache, "(pages, page size, Hkv, D)", may_stand=True)
+        return self.saves_enough(k_cache, v_cache, whole("queries", queries), tables)
+
+    def saves_enough(self, k_cache: torch.Tensor, v_cache: torch.Tensor, queries: int, tables: bool) -> bool:
+        """The same of arguments that are checked: every layer of a step asks."""
         if not self.tokens_saved or not self.has_few(queries) or 0 in k_cache.shape:
             return False
         columns = k_cache.shape[3] + (0 if values_in_keys(k_cache, v_cache) else v_cache.shape[3])
@@ -108,7 +115,7 @@ class SharedPrefix:
     def fills(self, queries: int) -> float:
         """Which part of the rows of tiles are queries, where groups have tiles of their own, weighted by the keys that they attend to;
         `queries` of all sequences together. 0 if nothing is shared."""
-        of_each, rows, padded = queries / self.batch_size, 0.0, 0
+        of_each, rows, padded = whole("queries", queries) / self.batch_size, 0.0, 0
         for length, sequences in self.groups:
             rows += length * sequences * of_each
             padded += length * BLOCK * math.ceil(sequences * of_each / BLOCK)
@@ -125,6 +132,8 @@ class SharedPrefix:
                 tensor.zero_()
             self.tokens_saved, self.groups = 0, ()
             return
+        if not isinstance(other, SharedPrefix):
+            raise TypeError(f"other must be a SharedPrefix, from shared_prefix(...) of a pool, or None, got {described(other)}")
         shapes = [[tuple(getattr(one, name).shape) for name in _TENSORS] + [one.page_size] for one in (self, other)]
         if shapes[0] != shapes[1]:
             raise ValueError(
@@ -282,6 +291,7 @@ def shared_prefix_of(
     pages: list[list[int]], page_size: int, device: Device = None, groups: int | None = None, width: int | None = None
 ) -> SharedPrefix | None:
     """The SharedPrefix of sequences with these pages, all of them full. See PageAllocator.shared_prefix."""
+    device = device_or_default(device)
     found = sorted(grouped(pages), key=lambda group: group[0] * (1 - len(group[1])))
     groups = len(found) if groups is None else whole("groups", groups, 1)
     found = sorted(found[:groups], key=lambda group: group[1])

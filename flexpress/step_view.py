@@ -6,6 +6,7 @@ import torch
 from torch.types import Device
 
 from flexpress.checks import whole
+from flexpress.plain_arguments import device_or_default
 from flexpress.shared_prefix import SharedPrefix, shared_prefix_of
 from flexpress.step_tensors import StepTensors
 
@@ -18,7 +19,7 @@ class StepView:
         self._max_batch_size = whole("max_batch_size", max_batch_size, 1)
         self._page_size = whole("page_size", page_size) or self._max_seq_len
         self._max_num_tokens = whole("max_num_tokens", max_num_tokens) or self._max_batch_size * self._max_seq_len
-        self._step = StepTensors(self._max_num_tokens, self._max_batch_size, self.max_pages_per_seq, device)
+        self._step = StepTensors(self._max_num_tokens, self._max_batch_size, self.max_pages_per_seq, device_or_default(device))
 
     # limits
 

@@ -79,12 +79,15 @@ def integers(name: str, numbers, n: int | None = None) -> list[int]:
     """The ints of a list or tensor. With n: there must be n, and an int stands for n times the same."""
     if isinstance(numbers, torch.Tensor):
         numbers = numbers.tolist()
-    if n is not None and isinstance(numbers, int):
+    if n is not None and isinstance(numbers, int) and not isinstance(numbers, bool):
         return [numbers] * n
     try:
-        numbers = [operator.index(number) for number in numbers]
+        listed = list(numbers)
+        if bool in map(type, listed):  # of which Python makes 0 and 1
+            raise TypeError
+        found = [operator.index(number) for number in listed]
     except TypeError:
         raise TypeError(f"{name} must hold integers, got {str(numbers)[:80]}") from None
-    if n is not None and len(numbers) != n:
-        raise ValueError(f"{name} has {len(numbers)} entries for {n} sequences")
-    return numbers
+    if n is not None and len(found) != n:
+        raise ValueError(f"{name} has {len(found)} entries for {n} sequences")
+    return found

@@ -135,7 +135,7 @@ def test_names_and_pictures():
     assert mask.to_string().splitlines() == ["(0, 0)", "░░      ", "██░░    ", "████░░  ", "██████░░"]
     assert "sparsity=37.50%" in repr(mask) and "causal" in repr(mask)
     assert mask.to("cpu").kv_indices.equal(mask.kv_indices)
-    for other in (torch.int64, torch.int16, torch.zeros(1), None, True):
+    for other in (torch.int64, torch.int16, torch.zeros(1), None, True, "x"):
         with pytest.raises(TypeError, match="device must be a torch.device or its name, got"):
             mask.to(other)
     assert len(create_block_mask(mods.causal, 3, 3, 64, 64, "cpu").to_string().split("\n\n")) == 5

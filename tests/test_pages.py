@@ -239,6 +239,18 @@ BAD = {
     "length": (lambda pool: pool.length(None), ValueError, "there is no sequence None in this pool"),
     "pages": (lambda pool: pool.pages(-1), ValueError, "there is no sequence -1 in this pool"),
     "table": (lambda pool: pool.page_table([0, 1]), ValueError, "sequence 1 was freed"),
+    "table of a number": (lambda pool: pool.page_table(5), TypeError, "sequences must be a list of sequences, .* got 5"),
+    "narrow table of a generator": (lambda pool: pool.page_table(iter([0]), 1), ValueError, "width is 1, but sequence 0 has 2 pages"),
+    "prefix of nothing": (lambda pool: pool.shared_prefix(None), TypeError, "sequences must be a list of sequences, .* got None"),
+    **{
+        f"{name}, device {device!r}": (
+            lambda pool, name=name, device=device: getattr(pool, name)([0], device=device),
+            TypeError,
+            "device must be a torch.device or its name, got",
+        )
+        for name in ("page_table", "shared_prefix")
+        for device in (True, 1.5, torch.float16, torch.zeros(1), "x")
+    },
     "narrow table": (lambda pool: pool.page_table([0], width=1), ValueError, "width is 1, but sequence 0 has 2 pages"),
 }
 

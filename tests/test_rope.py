@@ -214,6 +214,7 @@ BAD = {
         TypeError,
         "cu_seqlens_q must be a torch.Tensor, got list",
     ),
+    "device": (lambda: rope_table(4, 8, device="x"), TypeError, "device must be a torch.device or its name, got 'x'"),
     "length": (lambda: rope_table(-1, 8), ValueError, "length is -1"),
     "rope_dim": (lambda: rope_table(4, 7), ValueError, "rope_dim must be even and at least 2, got 7"),
     "theta": (lambda: rope_table(4, 8, 0.0), ValueError, "theta is 0.0; it must be positive"),

@@ -415,6 +415,17 @@ def test_errors_of_the_host():
         shared.tables(kv_len, table, queries=2, cu_seqlens_q=torch.arange(3))
     with pytest.raises(ValueError, match="queries is -1"):
         shared.tables(kv_len, table, queries=-1)
+    cache = torch.zeros(64, 4, 2, 16)
+    with pytest.raises(TypeError, match=r"other must be a SharedPrefix, .* or None, got int 5"):
+        shared.update(5)
+    with pytest.raises(TypeError, match="v_cache must be a torch.Tensor .* got NoneType"):
+        shared.pays(cache, None, queries=1)
+    with pytest.raises(ValueError, match=r"k_cache must have shape \(pages, page size, Hkv, D\), got \(64, 4, 2\)"):
+        shared.pays(cache[..., 0], cache, queries=1)
+    with pytest.raises(TypeError, match="queries must be an integer, got 'x'"):
+        shared.pays(cache, cache, queries="x")
+    with pytest.raises(TypeError, match="queries must be an integer, got None"):
+        shared.fills(None)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,33 @@
+"""Arguments that are no tensors, as users write them: flags and devices."""
+
+from __future__ import annotations
+
+import numbers
+
+import numpy as np
+import torch
+
+
+def flag(name: str, value) -> bool:
+    """The argument `name` as a bool. TypeError for anything but bools, numpy's too, and the integers 0 and 1: a word would count as True, and
+    an array has no truth."""
+    if isinstance(value, torch.SymBool):  # torch's compiler traces, and has no bool to look at
+        return value  # type: ignore[return-value]  # it acts as one
+    if isinstance(value, (numbers.Integral, np.bool_)) and value in (0, 1):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {type(value).__name__} {repr(value)[:80]}")
+
+
+def named_device(device) -> torch.device:
+    """The argument `device` as a torch.device. TypeError for what names none: a dtype or a tensor, to which `.to` would convert."""
+    try:
+        if isinstance(device, bool):
+            raise TypeError
+        return torch.device(device)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise TypeError(f"device must be a torch.device or its name, got {repr(device)[:80]}") from error
+
+
+def device_or_default(device) -> torch.device | None:
+    """The same, where None is the function's default."""
+    return None if device is None else named_device(device)
