@@ -18,6 +18,7 @@ from flexpress.foreign_masks import is_foreign_mask
 from flexpress.mask_creation import create_block_mask
 from flexpress.mask_mods import check_made_of
 from flexpress.mods import MaskMod, ScoreMod
+from flexpress.plain_arguments import flag
 
 from .codegen.device import offline
 from .codegen.device.cache import VERSION
@@ -81,6 +82,8 @@ def export(
     Returns the text. Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced,
     FileExistsError for what is there already.
     """
+    enable_gqa, overwrite = flag("enable_gqa", enable_gqa), flag("overwrite", overwrite)
+    backward = None if backward is None else flag("backward", backward)
     checks.check_tensors(query, key, value, enable_gqa)
     if query.dtype == FLOAT8:
         raise NotImplementedError("exported files are not there for float8; export with query, key and value of bfloat16, which holds it")
@@ -138,6 +141,8 @@ def refuse_layout(layout: str, target: str) -> None:
 
 def asked_target(target: str | None, backend: str | None, query: torch.Tensor) -> str:
     """The target that is asked for, by its name or by kernel_options, or that of query's device."""
+    if target is not None and not isinstance(target, str):
+        raise TypeError(f"target must be one of {', '.join(offline.TARGETS)} and cpu, got {target!r}")
     if backend not in (None, "CPP", "PORTABLE", "HOPPER"):
         raise ValueError(f"kernel_options['BACKEND'] is {backend!r}; export knows 'CPP', 'PORTABLE' and 'HOPPER', or leave it out")
     if target is None and (backend == "CPP" or (backend is None and query.device.type == "cpu" and not interpreter_asked_for())):

@@ -19,6 +19,8 @@ from typing import ParamSpec, TypeVar, overload
 import torch
 from torch._ops import HigherOrderOperator
 
+from flexpress.plain_arguments import flag
+
 from .codegen.compiling import runs_uncompiled
 
 _compiling = torch.compiler.is_dynamo_compiling
@@ -74,19 +76,28 @@ def _caller(function: Callable, node: Callable, left_out: tuple[str, ...]) -> Ca
     if named:
         taken.insert(len(taken) - len(named), "*")
     passed = ", ".join([p.name for p in parameters][: len(parameters) - len(named)] + [f"{name}={name}" for name in named])
+    flags = "".join(_flag_text(p) for p in parameters if p.annotation in ("bool", "bool | None"))
     with_context = f"if context is not None:\n            return in_graph._outside(function, {passed})" if "context" in named else "pass"
     made: dict[str, Callable] = {}
     text = f"""
 def {function.__name__}({", ".join(taken)}):
-    if compiling() and in_graph._is_known():
+{flags}    if compiling() and in_graph._is_known():
         {with_context}
         return node({", ".join(f"{p.name}={p.name}" for p in parameters if p.name not in left_out)})
     return function({passed})
 """
-    exec(text, {"compiling": _compiling, "in_graph": sys.modules[__name__], "node": node, "function": function}, made)
+    exec(text, {"compiling": _compiling, "flag": flag, "in_graph": sys.modules[__name__], "node": node, "function": function}, made)
     public = made[function.__name__]
     public.__defaults__, public.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return public
+
+
+def _flag_text(parameter: inspect.Parameter) -> str:
+    """Statements that look at a flag. Of one that is a bool they only ask for its identity, as every call does so."""
+    name, default = parameter.name, parameter.default
+    usual = [default, True, False] if default is None else [default, not default]
+    asked = " and ".join(f"{name} is not {value}" for value in usual)
+    return f"    if {asked}:\n        {name} = flag({name!r}, {name})\n"
 
 
 class _Call(HigherOrderOperator):

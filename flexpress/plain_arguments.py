@@ -9,8 +9,8 @@ import torch
 
 
 def flag(name: str, value) -> bool:
-    """The argument `name` as a bool. TypeError for anything but bools, numpy's too, and the integers 0 and 1: a word would count as True, and
-    an array has no truth."""
+    """The argument `name` as a bool. TypeError for anything but bools, numpy's too, and the integers 0 and 1: a word would count as True,
+    and an array has no truth."""
     if isinstance(value, torch.SymBool):  # torch's compiler traces, and has no bool to look at
         return value  # type: ignore[return-value]  # it acts as one
     if isinstance(value, (numbers.Integral, np.bool_)) and value in (0, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +17,7 @@ from flexpress.call import bound
 from flexpress.dropout import read_dropout
 from flexpress.float8 import quantised
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.plain_arguments import device_or_default
+from flexpress.plain_arguments import device_or_default, flag
 from flexpress.shared_prefix import SharedPrefix
 from flexpress.varlen import packed_call
 
@@ -92,6 +93,8 @@ def precompile(
     if isinstance(query, Sequence) and (any(isinstance(call, Mapping) for call in query) or not query and key is None):
         return _side_by_side(query)
     device = _device_of(query, (getattr(block_mask, "kv_num_blocks", None), cu_seqlens_q), device)
+    backward, max_scores = flag("backward", backward), flag("max_scores", max_scores)
+    enable_gqa, deterministic = flag("enable_gqa", enable_gqa), flag("deterministic", deterministic)
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("key", key), ("value", value))]
     check_values("precompile", query=tensors[0], key=tensors[1], value=tensors[2])
     before = _counts()
@@ -157,6 +160,7 @@ def precompile_cached(
     indices = {"kv_len": kv_len, "page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset}
     factors = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     device = _device_of(query, (k_cache, v_cache, *indices.values()), device)
+    batch_invariant = flag("batch_invariant", batch_invariant)
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("k_cache", k_cache), ("v_cache", v_cache))]
     check_values("precompile_cached", query=tensors[0], k_cache=tensors[1], v_cache=tensors[2])
     before = _counts()
@@ -182,8 +186,10 @@ def wait_for_kernels(timeout: float | None = None) -> bool:
     timeout   seconds; None: as long as it takes
 
     Returns whether nothing is being compiled any more. A compiled kernel that is refused, as it would spill too many registers, is
-    replaced by one that is compiled from the next call on; `explain` says whether one is on its way.
+    replaced by one that is compiled from the next call on; `explain` says whether one is on its way. TypeError for another timeout.
     """
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, numbers.Real)):
+        raise TypeError(f"timeout must be a number of seconds, or None for as long as it takes, got {timeout!r}")
     return workers.wait(timeout)
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from flexpress.plain_arguments import flag
 from flexpress.probabilities import wanted_of
 
 
@@ -58,6 +59,11 @@ def checked_request(return_aux, return_lse: bool) -> AuxRequest:
     """The request. Raises ValueError or TypeError."""
     if return_lse:
         raise ValueError("return_lse and return_aux exclude each other: write return_aux=AuxRequest(lse=True)")
-    if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):  # torch's will do
-        raise TypeError(f"return_aux must be AuxRequest(lse=..., max_scores=...), got {return_aux!r}")
+    is_request = not isinstance(return_aux, (type, AuxOutput, AuxStatistics))
+    if not (is_request and hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):  # torch's will do
+        raise TypeError(f"return_aux must be AuxRequest(lse=..., max_scores=...), got {repr(return_aux)[:200]}")
+    for name in AuxRequest._fields:
+        asked = getattr(return_aux, name, False)
+        if asked is not False and asked is not True:
+            flag(f"return_aux.{name}", asked)
     return return_aux

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from fractions import Fraction
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 import torch.nn.attention.flex_attention as theirs
 
 import flexpress
-from flexpress import AuxRequest, BlockMask, create_block_mask, create_mask, evaluate_mod, flex_attention, mods, varlen_attention
+from flexpress import AuxOutput, AuxRequest, BlockMask, create_block_mask, create_mask, evaluate_mod, flex_attention, mods, varlen_attention
 
 
 def tensor(*shape, **how):
@@ -50,6 +51,19 @@ BAD = {
     "array": (dict(value=tensor().numpy()), TypeError, r"value must be a torch.Tensor, got ndarray"),
     "other device": (dict(key=tensor(device="meta")), ValueError, "key is on meta but query is on cpu"),
     "aux": (dict(return_aux=True), TypeError, r"return_aux must be AuxRequest\(lse=..., max_scores=...\), got True"),
+    "aux that is a class": (
+        dict(return_aux=AuxRequest),
+        TypeError,
+        r"return_aux must be AuxRequest\(lse=..., max_scores=...\), got <class",
+    ),
+    "aux that is a result": (dict(return_aux=AuxOutput()), TypeError, r"return_aux must be AuxRequest\(.*, got AuxOutput\(lse=None"),
+    "aux that is a result of torch's": (
+        dict(return_aux=theirs.AuxOutput()),
+        TypeError,
+        "return_aux.lse must be True or False, got NoneType",
+    ),
+    "aux with a word": (dict(return_aux=AuxRequest(entropy="yes")), TypeError, "return_aux.entropy must be True or False, got str 'yes'"),
+    "aux with an array": (dict(return_aux=AuxRequest(lse=np.ones(2))), TypeError, "return_aux.lse must be True or False, got ndarray"),
     "aux that is a tuple": (dict(return_aux=(True, False)), TypeError, r"return_aux must be AuxRequest"),
     "block mask of lists": (dict(block_mask=[[0, 1]]), TypeError, r"block_mask must be a BlockMask .*, got list"),
     "mask_mod": (dict(mask_mod=MASK), TypeError, r"mask_mod must be a function, got BlockMask"),
@@ -225,6 +239,33 @@ def test_bad_calls_of_other_functions(case):
     with pytest.raises(error, match=message) as caught:
         call()
     assert len(str(caught.value)) < 500
+
+
+FLAGS = [
+    (function, name)
+    for module in (flexpress, flexpress.flash, flexpress.flash_attn)
+    for function in map(vars(module).get, module.__all__)
+    if inspect.isfunction(function) and function.__name__ not in ("explain", "export_cached")
+    for name, parameter in inspect.signature(function).parameters.items()
+    if parameter.annotation in ("bool", "bool | None")
+]
+
+
+@pytest.mark.parametrize("function, name", FLAGS, ids=[f"{function.__module__}.{function.__name__}-{name}" for function, name in FLAGS])
+@pytest.mark.parametrize("given", [np.array([True]), torch.tensor(True), "no", 2, 1.0, []], ids=lambda given: type(given).__name__)
+def test_flags_are_bools(function, name, given):
+    parameters = inspect.signature(function).parameters
+    required = [name for name, p in parameters.items() if p.default is p.empty]
+    with pytest.raises(TypeError, match=f"^{name} must be True or False, got {type(given).__name__}"):
+        function(**{**dict.fromkeys(required, (1, 1, 8, 16)), **({"device": "cpu"} if "device" in parameters else {}), name: given})
+
+
+@pytest.mark.parametrize("given", [1, np.True_, np.int64(1)])
+def test_other_libraries_bools_and_ones_are_flags(given):
+    q, k = tensor(1, 4, 20, 16), tensor()
+    out, lse = flex_attention(q, k, k, enable_gqa=given, return_lse=given, deterministic=given)
+    assert torch.equal(out, flex_attention(q, k, k, enable_gqa=True)) and lse.shape == (1, 4, 20)
+    assert not isinstance(flex_attention(q, q, q, enable_gqa=given, return_lse=1 - int(given)), tuple)
 
 
 @pytest.mark.parametrize("scale", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), torch.tensor([0.5]), Fraction(1, 2), 0.5])

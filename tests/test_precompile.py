@@ -290,6 +290,7 @@ def test_strides_of_meta_tensors_count():
         (SHAPE, {}, TypeError, "query is a shape, so dtype is needed"),
         ("meta", {"dtype": torch.float32}, TypeError, "query must be a torch.Tensor or a shape"),
         (SHAPE, {"dtype": torch.float32, "device": "meta"}, ValueError, "device is 'meta'"),
+        (SHAPE, {"dtype": torch.float32, "backward": "yes"}, TypeError, "backward must be True or False, got str 'yes'"),
         (SHAPE, {"dtype": torch.float32, "device": "x"}, TypeError, "device must be a torch.device or its name, got 'x'"),
         (torch.empty(SHAPE), {"device": "cuda"}, ValueError, "query is on cpu, but device is cuda"),
         ((1, 2, -4, 16), {"dtype": torch.float32}, ValueError, r"query is a shape, whose extents must be 0 or more, got \(1, 2, -4, 16\)"),
