@@ -229,6 +229,8 @@ ELSEWHERE = {
     "flash_attn_func bias": (flash("flash_attn_func", BSHD, BSHD, BSHD, torch.ones(1, 1, 1, 8) > 0), TypeError, "bias must have"),
     "flash_attn_func softmax_scale": (flash("flash_attn_func", BSHD, BSHD, BSHD, softmax_scale="x"), TypeError, "scale must be a number"),
     "flash_attn_qkvpacked_func qkv": (flash("flash_attn_qkvpacked_func", BSHD), ValueError, "qkv must have shape"),
+    "wait_for_kernels": (lambda: flexpress.wait_for_kernels("x"), TypeError, "timeout must be a number of seconds, .* got 'x'"),
+    "export target": (lambda: flexpress.export(*[tensor()] * 3, target=[]), TypeError, r"target must be one of sm_80.* and cpu, got \[\]"),
     "evaluate_mod scores": (lambda: evaluate_mod(mods.softcap(1.0), [1.0]), TypeError, "scores must be a torch.Tensor .* got list"),
 }
 

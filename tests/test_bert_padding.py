@@ -11,6 +11,7 @@ from flexpress.flash_attn.bert_padding import index_first_axis, pad_input, unpad
 
 S = 6
 MASKS = st.lists(st.lists(st.sampled_from([0, 1]), min_size=S, max_size=S), min_size=1, max_size=4)
+NUMBERS = st.lists(st.lists(st.sampled_from([0, 0.5, -1, 2]), min_size=S, max_size=S), min_size=1, max_size=4)
 
 
 def hidden(batch):
@@ -45,6 +46,14 @@ def test_unused_places_are_packed_but_not_counted_as_used(mask, data):
         assert used.tolist() == mask.sum(1).tolist()
 
 
+@given(NUMBERS, st.booleans())
+def test_whatever_is_not_0_is_a_token(mask, unused_too):
+    mask = torch.tensor(mask)
+    tokens, indices, cu_seqlens, longest, used = unpad_input(hidden(len(mask)), mask, mask if unused_too else None)
+    assert torch.equal(tokens, hidden(len(mask))[mask != 0]) and len(indices) == len(tokens) == cu_seqlens[-1]
+    assert cu_seqlens.diff().tolist() == used.tolist() == (mask != 0).sum(1).tolist() and longest == int(used.max())
+
+
 def test_rows_of_several_sequences():
     """The example of flash_attn's documentation: rows of 2 + 3, 3 + 2 and 6 tokens."""
     lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
@@ -54,6 +63,12 @@ def test_rows_of_several_sequences():
     assert torch.equal(tokens, states.flatten(0, 1)[indices])
     assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16] and cu_seqlens.dtype == torch.int32 and longest == 6
     assert pad_input(tokens, indices, 3, S)[0, 5].eq(0).all()
+
+
+def test_padding_inside_compiled_functions():
+    padded = torch.compile(lambda tokens, indices: pad_input(tokens, indices, 2, S), backend="eager", fullgraph=True)
+    tokens, indices = torch.randn(3, 2), torch.tensor([0, 1, 7], dtype=torch.int32)
+    assert torch.equal(padded(tokens, indices), pad_input(tokens, indices, 2, S))
 
 
 def test_no_tokens():
@@ -69,6 +84,38 @@ def test_rows_that_are_taken_twice_get_both_gradients():
     assert torch.equal(taken, states[[2, 0, 2]])
     (gradient,) = torch.autograd.grad(taken.sum(), states)
     assert gradient[:, 0].tolist() == [1, 0, 2, 0]
+
+
+TOKENS = torch.zeros(2, 3)
+
+
+def of_lengths(*rows):
+    return unpad_input_for_concatenated_sequences(hidden(len(rows)), torch.tensor(rows))
+
+
+BAD = {
+    "a length of -1": (lambda: of_lengths([3, -1, 0, 0, 0, 0]), ValueError, "in row 0"),
+    "half a token": (lambda: of_lengths([0.5] + [0] * 5), ValueError, "whole numbers"),
+    "7 of 6": (lambda: of_lengths([6, 0, 0, 0, 0, 0], [4, 3, 0, 0, 0, 0]), ValueError, r"6 at most in a row, got \[4, 3, .* in row 1"),
+    "a list as mask": (lambda: unpad_input(hidden(1), [[1] * 6]), TypeError, "attention_mask must be a torch.Tensor, got list"),
+    "a place twice": (lambda: pad_input(TOKENS, torch.tensor([1, 1]), 1, 4), ValueError, "indices has a place twice"),
+    "a place outside": (lambda: pad_input(TOKENS, torch.tensor([1, 4]), 1, 4), ValueError, "indices are from 1 to 4; there are 4 places"),
+    "a place before": (lambda: pad_input(TOKENS, torch.tensor([-1, 0]), 1, 4), ValueError, "indices are from -1 to 0"),
+    "few places": (lambda: pad_input(TOKENS, torch.tensor([1]), 1, 4), ValueError, r"one place for each token, got \(1,\) for \(2, 3\)"),
+    "floats as places": (lambda: pad_input(TOKENS, torch.tensor([1.0, 2.0]), 1, 4), TypeError, "indices must be int64, got torch.float32"),
+    "a grid of places": (lambda: pad_input(TOKENS, torch.tensor([[1, 2]]), 1, 4), ValueError, r"indices must have shape \(n,\)"),
+    "no places": (lambda: pad_input(TOKENS, None, 1, 4), TypeError, "indices must be a torch.Tensor, got NoneType"),
+    "half a batch": (lambda: pad_input(TOKENS, torch.tensor([1, 2]), 1.5, 4), TypeError, "batch must be an integer, got 1.5"),
+    "a negative length": (lambda: pad_input(TOKENS, torch.tensor([1, 2]), 1, -4), ValueError, "seqlen is -4; it must be at least 0"),
+    "a row outside": (lambda: index_first_axis(TOKENS, torch.tensor([2])), ValueError, "from 2 to 2; there are 2 rows of input"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_masks_and_places(case):
+    call, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_errors_show_the_shapes():

@@ -8,11 +8,16 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
+from flexpress.checks import check_are_tensors, whole
+from flexpress.codegen.mod.tensors import is_moving, tracing
+
 
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """The rows `indices` (n,) of input (N, ...), at least 2-D: (n, ...). Differentiable. ValueError for another rank."""
+    check_are_tensors(input=input)
     if input.ndim < 2:
         raise ValueError(f"input must have 2 dimensions or more, got shape {tuple(input.shape)}")
+    _check_indices(indices, input.shape[0], "rows of input")
     return input.index_select(0, indices)
 
 
@@ -22,20 +27,19 @@ def unpad_input(
     """The tokens of a padded batch that a mask selects, one after another.
 
     hidden_states    (B, S, ...)
-    attention_mask   (B, S), bool or integers: 1 for tokens, 0 for padding
-    unused_mask      (B, S) likewise: 1 for places that are packed as well, although no token is in them
+    attention_mask   (B, S), bool or numbers: 0 for padding, anything else for tokens
+    unused_mask      (B, S) likewise: not 0 for places that are packed as well, although no token is in them
 
     Returns the rows (total, ...), the places where they were in the flattened (B * S, ...) as int64 (total,), cu_seqlens int32 (B + 1,),
     the largest number of rows in a sequence as an int, and the numbers of tokens, unused places not counted, as int32 (B,).
     Differentiable with respect to hidden_states. ValueError for masks of another shape.
     """
     _check_mask("attention_mask", attention_mask, hidden_states)
-    tokens = attention_mask.sum(dim=-1, dtype=torch.int32)
-    if unused_mask is None:
-        packed, lengths = attention_mask, tokens
-    else:
+    packed = attention_mask != 0
+    lengths = tokens = packed.sum(dim=-1, dtype=torch.int32)
+    if unused_mask is not None:
         _check_mask("unused_mask", unused_mask, hidden_states)
-        packed = attention_mask + unused_mask
+        packed = packed | (unused_mask != 0)
         lengths = packed.sum(dim=-1, dtype=torch.int32)
     indices = packed.flatten().nonzero().flatten()
     return _rows(hidden_states, indices), indices, _ends(lengths), _largest(lengths), tokens
@@ -51,11 +55,19 @@ def unpad_input_for_concatenated_sequences(
                                6 places with a sequence of 2 tokens, one of 3, and 1 place of padding
 
     Returns the tokens (total, ...), their places in the flattened (B * S, ...) as int64 (total,), cu_seqlens int32 of all n sequences
-    (n + 1,), and the largest length as an int. Differentiable with respect to hidden_states. ValueError for another shape.
+    (n + 1,), and the largest length as an int. Differentiable with respect to hidden_states. ValueError for another shape, and for lengths
+    that are no whole numbers of 0 or more, or in a row longer than S together.
     """
     _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
     S = attention_mask_in_length.shape[1]
-    used = torch.arange(S, device=attention_mask_in_length.device) < attention_mask_in_length.sum(dim=-1, keepdim=True)
+    ends = attention_mask_in_length.sum(dim=-1, keepdim=True)
+    wrong = (attention_mask_in_length < 0) | (attention_mask_in_length != attention_mask_in_length.long()) | (ends > S)
+    if rows := wrong.any(dim=-1).nonzero().flatten().tolist():
+        raise ValueError(
+            f"attention_mask_in_length must hold lengths, whole numbers of 0 or more that are {S} at most in a row, got "
+            f"{attention_mask_in_length[rows[0]].tolist()!s:.80} in row {rows[0]}"
+        )
+    used = torch.arange(S, device=attention_mask_in_length.device) < ends
     indices = used.flatten().nonzero().flatten()
     flat = attention_mask_in_length.flatten()
     lengths = flat[flat.nonzero().flatten()]
@@ -63,12 +75,38 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """Packed tokens (total, ...) at their places `indices` (total,) in a batch (batch, seqlen, ...) of zeros. Differentiable."""
-    places = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return places.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    """Packed tokens (total, ...) at their places `indices` (total,) in a batch (batch, seqlen, ...) of zeros. Differentiable.
+
+    ValueError or TypeError for indices that are no (total,) integers; on the CPU, where nobody waits, for those outside of the batch or
+    there twice, too.
+    """
+    check_are_tensors(hidden_states=hidden_states)
+    places = whole("batch", batch) * whole("seqlen", seqlen)
+    looks = _check_indices(indices, places, f"places of a batch ({batch}, {seqlen})")
+    if hidden_states.ndim == 0 or indices.shape[0] != hidden_states.shape[0]:
+        raise ValueError(f"indices must have one place for each token, got {tuple(indices.shape)} for {tuple(hidden_states.shape)}")
+    if looks and indices.unique().shape[0] != indices.shape[0]:
+        raise ValueError("indices has a place twice; pass those that unpad_input returns")
+    padded = hidden_states.new_zeros(places, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
+
+
+def _check_indices(indices: torch.Tensor, count: int, what: str) -> bool:
+    """Integers (n,), which on the CPU are below `count`. Were their values looked at?"""
+    check_are_tensors(indices=indices)
+    if indices.ndim != 1:
+        raise ValueError(f"indices must have shape (n,), got {tuple(indices.shape)}")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices must be int64, got {indices.dtype}; convert them with .long()")
+    if torch.compiler.is_compiling() or indices.device.type != "cpu" or tracing() or is_moving(indices):
+        return False
+    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < count:
+        raise ValueError(f"indices are from {int(indices.min())} to {int(indices.max())}; there are {count} {what}")
+    return True
 
 
 def _check_mask(name: str, mask: torch.Tensor, hidden_states: torch.Tensor) -> None:
+    check_are_tensors(hidden_states=hidden_states, **{name: mask})
     if hidden_states.ndim < 3 or mask.shape != hidden_states.shape[:2]:
         raise ValueError(
             f"hidden_states must be (B, S, ...) and {name} (B, S), got shapes {tuple(hidden_states.shape)} and {tuple(mask.shape)}"
