@@ -18,12 +18,12 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # (score,
 
 def whole_number(recipe: str, name: str, value: object, remedy: str, minimum: int | None = None) -> int:
     """`value` as a Python int; TypeError if it is not a whole number, ValueError if it is below `minimum`."""
-    if type(value) is int:
-        number = value
-    elif isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{recipe}(): {name} must be an int, got {_described(value)}; {remedy}")
-    else:
-        number = operator.index(value)
+    try:
+        if isinstance(value, (bool, Tensor)):
+            raise TypeError
+        number = value if type(value) is int else operator.index(value)  # type: ignore[arg-type]  # an array or a class has one that fails
+    except TypeError:
+        raise TypeError(f"{recipe}(): {name} must be an int, got {_described(value)}; {remedy}") from None
     if minimum is not None and number < minimum:
         raise ValueError(f"{recipe}(): {name} must be at least {minimum}, got {number}; {remedy}")
     return number
@@ -35,7 +35,10 @@ def positive_number(recipe: str, name: str, value: object, remedy: str) -> float
         return value  # type: ignore[return-value]  # it acts as one
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{recipe}(): {name} must be a number, got {_described(value)}; {remedy}")
-    number, float32 = float(value), torch.finfo(torch.float32)
+    try:
+        number, float32 = float(value), torch.finfo(torch.float32)
+    except OverflowError:
+        raise ValueError(f"{recipe}(): {name} must be finite in float32, got {type(value).__name__} too large for it; {remedy}") from None
     if not float32.tiny <= number <= float32.max:
         raise ValueError(f"{recipe}(): {name} must be finite and above 0 in float32, got {number}; {remedy}")
     return number
@@ -57,6 +60,13 @@ def integer_tensor(recipe: str, name: str, value: object, *shapes: tuple[str, ..
     return tensor
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Are there values to read in this tensor? Not where torch's compiler traces, and torch.func maps."""
+    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def function(recipe: str, name: str, value: object, remedy: str) -> Callable:
     """`value` itself if it can be called, else TypeError."""
     if not callable(value):
@@ -76,4 +86,4 @@ def _tensor(recipe: str, name: str, value: object, shapes: tuple[tuple[str, ...]
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
-    return f"{value!r} ({type(value).__name__})"
+    return f"{repr(value)[:80]} ({type(value).__name__})"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import MaskMod, ScoreMod, float_tensor, integer_tensor, whole_number
+from ._arguments import MaskMod, ScoreMod, float_tensor, has_values, integer_tensor, whole_number
 from ._made import picklable
 
 
@@ -86,14 +86,15 @@ def graph_distances(edges: Tensor, num_nodes: int, max_distance: int) -> Tensor:
     Args:
         edges: integer tensor (2, E), from and to; an undirected edge is there twice.
         num_nodes: N.
-        max_distance: at least 1; nodes further apart than ``max_distance - 1``, and those without a path, have this distance.
+        max_distance: 1 to 32767; nodes further apart than ``max_distance - 1``, and those without a path, have this distance.
 
     Returns:
         int8 tensor (N, N), int16 if `max_distance` is above 127; on the device of `edges`, by ``max_distance - 1`` products of N x N.
 
     Raises:
         TypeError: `edges` is not an integer tensor, or a number not an int.
-        ValueError: `edges` does not have two rows, or a number is below 1.
+        ValueError: `edges` does not have two rows, or has a node outside of 0 to N - 1, for which a device is waited; a number is below 1,
+            or `max_distance` above 32767.
 
         graph_distances(torch.tensor([[0, 1], [1, 2]]), 3, 4)  # [[0, 1, 2], [4, 0, 1], [4, 4, 0]]
     """
@@ -103,8 +104,15 @@ def graph_distances(edges: Tensor, num_nodes: int, max_distance: int) -> Tensor:
         raise ValueError(f"{recipe}(): edges must have shape (2, E), got {tuple(edges.shape)}; pass edges.T if each row is an edge")
     nodes = whole_number(recipe, "num_nodes", num_nodes, "pass the number of nodes", minimum=1)
     farthest = whole_number(recipe, "max_distance", max_distance, "pass the distance of nodes that are far apart", minimum=1)
+    if farthest > 32767:
+        raise ValueError(f"{recipe}(): max_distance must be at most 32767, which int16 holds, got {farthest}; pass a smaller one")
+    edges = edges.long()
+    outside = (edges < 0) | (edges >= nodes)
+    if has_values(edges) and outside.any():
+        first = edges[:, outside.any(0)][:, 0].tolist()
+        raise ValueError(f"{recipe}(): edges must name nodes from 0 to {nodes - 1}, got the edge {first}; pass a larger num_nodes")
     step = torch.zeros(nodes, nodes, device=edges.device)
-    step[edges[0].long(), edges[1].long()] = 1.0
+    step[edges[0], edges[1]] = 1.0
     near = torch.eye(nodes, device=edges.device)
     distances = torch.where(near > 0, 0, farthest).to(torch.int8 if farthest <= 127 else torch.int16)
     for distance in range(1, farthest):

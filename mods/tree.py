@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import MaskMod, integer_tensor, whole_number
+from ._arguments import MaskMod, has_values, integer_tensor, whole_number
 from ._made import picklable
 
 
@@ -25,8 +25,9 @@ def tree(parents: Tensor, start: int | Tensor = 0) -> MaskMod:
 
     Args:
         parents: integer tensor (T,), or (B, T) for a tree of each batch element: the parent of each node, by its number in the tree, -1
-            for a root, of which there may be many. Parents may come before or after their children. A circle is no tree, and what it
-            sees is not defined. Read here and once, without waiting for a device: later writes to it change nothing.
+            for a root, of which there may be many. Parents may come before or after their children. Read here and once, without waiting
+            for a device: later writes to it change nothing. On a GPU nobody looks whether it is a tree: a parent that is no node is none,
+            and what a circle sees is not defined.
         start: the position of node 0, if q_idx and kv_idx count from a text before the tree, which all nodes see: an int, or an integer
             tensor (B,), captured. Queries must be nodes of the tree then, as in `cached_attention`, whose q_idx are positions.
 
@@ -35,7 +36,8 @@ def tree(parents: Tensor, start: int | Tensor = 0) -> MaskMod:
 
     Raises:
         TypeError: `parents` is not an integer tensor, or `start` neither an int nor an integer tensor.
-        ValueError: `parents` has neither one nor two dimensions, or `start` not one.
+        ValueError: `parents` has neither one nor two dimensions, or `start` not one; on the CPU, also a parent that is no node, or a
+            circle.
 
     A root with two children, of which the first has one:
 
@@ -75,15 +77,22 @@ def tree(parents: Tensor, start: int | Tensor = 0) -> MaskMod:
 def _walk(parents: Tensor) -> tuple[Tensor, Tensor]:
     """int32 (B, T) each: when a walk through the tree, parents first, enters each node, and when it leaves the last of its descendants.
 
-    By pointer jumping: after step n, what a node knows is of 2**n generations. No value is read on the host.
+    By pointer jumping: after step n, what a node knows is of 2**n generations. No value is read on the host but of tensors that lie there.
     """
     B, T = parents.shape
+    parents, looks = parents.long(), parents.device.type == "cpu" and has_values(parents)
+    if looks and (parents >= T).any():
+        raise ValueError(f"tree(): parents must be below {T}, the number of nodes, got {int(parents.max())}; -1 is for a root")
+    parents = torch.where(parents < T, parents, -1)
     steps = T.bit_length()
     none = torch.full((B, 1), T, dtype=torch.int64, device=parents.device)  # the parent of roots, its own parent
-    up = torch.cat([torch.where(parents < 0, T, parents).long(), none], 1)
+    up = torch.cat([torch.where(parents < 0, T, parents), none], 1)
     size, jump = torch.ones_like(up), up
     for _ in range(steps):
         size, jump = size.scatter_add(1, jump, torch.where(jump == T, 0, size)), jump.gather(1, jump)
+    if looks and (jump < T).any():
+        node = int((jump < T).nonzero()[0, 1])
+        raise ValueError(f"tree(): parents must lead to a root, -1, from each node; from node {node} they go round in a circle")
     # siblings are entered one after another: a node after its parent and all that its earlier siblings hold
     order = up[:, :T].argsort(stable=True)
     held = size.gather(1, order).cumsum(1) - size.gather(1, order)
