@@ -133,6 +133,28 @@ def test_shapes_that_do_not_fit():
         merge_attention([out, out[:, :1]], [lse, lse])
 
 
+OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
+BAD = {
+    "nothing": (None, [LSE], TypeError, "outs must be a list of tensors, .* got NoneType"),
+    "a number": ([OUT], 5, TypeError, "lses must be a list of tensors, .* got int"),
+    "a number as tensor": (torch.tensor(1.0), [LSE], TypeError, "outs must be a list .* got one of no dimension"),
+    "no part": ([OUT, None], [LSE, LSE], TypeError, r"outs\[1\] must be a torch.Tensor, got NoneType"),
+    "an array": ([OUT], [LSE.numpy()], TypeError, r"lses\[0\] must be a torch.Tensor, got ndarray"),
+    "a list": ([[1.0]], [LSE], TypeError, r"outs\[0\] must be a torch.Tensor, got list"),
+    "float8": ([OUT.to(torch.float8_e4m3fn)], [LSE], TypeError, "outs and lses must be floating-point, .* got torch.float8_e4m3fn"),
+    "another device": ([OUT, OUT.to("meta")], [LSE, LSE], ValueError, "must be on one device, got cpu, meta and cpu, cpu"),
+    "sparse": ([OUT, OUT.to_sparse()], [LSE, LSE], TypeError, r"outs\[1\] must be a dense tensor, .* torch.sparse_coo"),
+    "no dimension": ([OUT.sum()], [LSE.sum()], ValueError, r"all outs must have one shape \(..., Q_LEN, D_V\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_parts_that_are_none(case):
+    outs, lses, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        merge_attention(outs, lses)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_for_any_length(strict):
     class Merged(torch.nn.Module):
