@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -274,3 +275,9 @@ def test_errors_name_the_argument(case):
     call, error, words = BAD[case]
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("cap", [np.float32(5), np.float64(5), np.int32(5), 5])
+def test_numbers_of_numpy_are_caps(cap):
+    q = torch.randn(1, 5, 2, 16)
+    assert torch.equal(flash_attn_func(q, q, q, softcap=cap), flash_attn_func(q, q, q, softcap=5.0))

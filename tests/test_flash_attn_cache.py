@@ -395,6 +395,16 @@ def test_bad_arguments_leave_the_caches_as_they_were(paged, turns):
         assert all((c == 1).all() for c in caches), name
 
 
+@pytest.mark.parametrize("kinds", [(torch.float8_e4m3fn, torch.float32), (torch.bfloat16, torch.float8_e4m3fn)])
+def test_tables_of_two_dtypes_turn_as_their_numbers_do(kinds):
+    cos, sin = (torch.rand(8, 4, generator=torch.Generator().manual_seed(0)).to(kind) for kind in kinds)
+    caches = [[CACHE[:2].clone(), CACHE[:2].clone()] for _ in range(2)]
+    given = dict(q=Q + 1, k=NEW + 1, v=NEW + 1, cache_seqlens=int32(3, 4))
+    found = flash_attn_with_kvcache(k_cache=caches[0][0], v_cache=caches[0][1], rotary_cos=cos, rotary_sin=sin, **given)
+    right = flash_attn_with_kvcache(k_cache=caches[1][0], v_cache=caches[1][1], rotary_cos=cos.float(), rotary_sin=sin.float(), **given)
+    assert torch.equal(found, right) and torch.equal(caches[0][0], caches[1][0])
+
+
 def test_two_sequences_may_not_write_to_one_place():
     caches = CACHE.clone(), CACHE.clone()
     given = dict(q=Q, k_cache=caches[0], v_cache=caches[1])

@@ -219,6 +219,8 @@ def _rope(cos, sin, q, k, room: int) -> torch.Tensor | None:
         raise ValueError(f"rotary_cos {tuple(cos.shape)} is for {2 * cos.shape[1]} dimensions, but q {tuple(q.shape)} has {q.shape[-1]}")
     if cos.shape[0] < room:
         raise ValueError(f"rotary_cos {tuple(cos.shape)} has {cos.shape[0]} positions; a sequence in the cache may have {room}")
+    if cos.dtype != sin.dtype:  # of which one may be float8, which torch converts to nothing else by itself
+        cos, sin = cos.float(), sin.float()
     return torch.stack((cos, sin), dim=-1).float()
 
 

@@ -6,6 +6,7 @@ to that place. Windows, lengths, slopes and caps are captured, so other ones com
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class Options(NamedTuple):
 def read_options(causal, window_size, softcap, alibi_slopes, q: torch.Tensor, batch: int) -> Options:
     """Those arguments of a call with `batch` sequences and queries q (..., Hq, D). Raises ValueError, TypeError or NotImplementedError."""
     left, right = pair("window_size", window_size, -sys.maxsize, "a pair of integers (left, right), -1 for no limit")
-    if isinstance(softcap, (bool, torch.Tensor)) or not isinstance(softcap, (int, float, torch.SymFloat, torch.SymInt)):
+    if isinstance(softcap, (bool, torch.Tensor)) or not isinstance(softcap, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"softcap must be a number, 0.0 for none, got {softcap!r}")
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, batch, q)
