@@ -9,8 +9,6 @@ from collections.abc import Mapping
 
 import torch
 
-from flexpress.plain_arguments import named_device
-
 from .codegen import logs
 from .codegen.mod.tensors import ORDINARY, check_kind, is_distributed, is_moving, is_pending
 from .codegen.plan.forward import Options
@@ -52,6 +50,13 @@ def check_are_tensors(**named) -> None:
     for name, given in named.items():
         if not isinstance(given, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+
+
+def check_dim(tensor, dim) -> None:
+    """A tensor that has a dimension `dim`, which may be counted from its end."""
+    check_are_tensors(tensor=tensor)
+    if not -tensor.dim() <= whole("dim", dim, -tensor.dim()) < tensor.dim():
+        raise ValueError(f"dim is {dim}, but tensor {_shape(tensor)} has {tensor.dim()} dimensions; pass that of the sequence")
 
 
 def check_tensors(query, key, value, enable_gqa: bool, kinds: bool = True) -> None:
@@ -172,8 +177,8 @@ def block_size(value) -> tuple[int, int]:
     """BLOCK_SIZE as (Q, KV): one size for both, or a pair."""
     what = "a positive integer, or a pair of them for queries and keys"
     if isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool):
-        return (int(whole("BLOCK_SIZE", value, 1)),) * 2  # a graph of torch's compiler is of one size
-    return tuple(int(n) for n in pair("BLOCK_SIZE", value, 1, what))
+        return (int(extent("BLOCK_SIZE", value, 1)),) * 2  # a graph of torch's compiler is of one size
+    return tuple(int(extent(f"BLOCK_SIZE[{i}]", n, 1)) for i, n in enumerate(pair("BLOCK_SIZE", value, 1, what)))
 
 
 def autocast(*tensors):
@@ -332,16 +337,3 @@ def check_tile_fits_mask(options: Options, q_block: int, kv_block: int) -> None:
                 f"kernel_options[{name!r}] = {tile[name]} does not divide the block mask's block size {size}; "
                 "choose a divisor or make the mask with another BLOCK_SIZE"
             )
-
-
-def resolve_device(device) -> torch.device:
-    """A device with its index, so that it compares equal to a tensor's. Raises TypeError for what is none, NotImplementedError for one
-    without kernels."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = named_device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"device is {str(device)!r}; kernels run on CUDA or ROCm GPUs ('cuda') and on 'cpu'")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -19,7 +19,7 @@ from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVar
 from torch._dynamo.variables.lists import BaseListVariable
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flexpress.checks import resolve_device
+from flexpress.plain_arguments import resolve_device
 
 from .codegen.mod.capture import name_of
 from .codegen.mod.errors import ModError

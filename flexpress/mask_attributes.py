@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Callable
 from typing import overload
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils._pytree import GetAttrKey
 
 from flexpress.block_lists import status_of, transposed_lists
+from flexpress.checks import pair, whole
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.capture import name_of
@@ -168,11 +170,15 @@ class MaskAttributes:
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """A picture of the blocks: full, partial (or mixed) and empty as `██`, `░░` and blanks, one batch and head each.
 
-        grid_size is the largest number of (rows, columns) drawn, -1 for all of them; `limit` the number of pictures.
+        grid_size is the largest number of (rows, columns) drawn, -1 for all of them; `limit` the number of pictures. Raises TypeError or
+        ValueError for what is no such number.
         """
-        status = self._status().cpu()
+        status, limit = self._status().cpu(), whole("limit", limit)
         rows, columns = status.shape[-2:]
-        limits = (rows, columns) if grid_size == -1 else (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+        if not isinstance(grid_size, numbers.Integral):
+            limits = pair("grid_size", grid_size, 1, "-1, a number or a pair of numbers")
+        else:
+            limits = (rows, columns) if grid_size == -1 else (whole("grid_size", grid_size, 1),) * 2
         step_r, step_c = (max(1, -(-n // most)) for n, most in zip((rows, columns), limits, strict=True))
         pictures: list[str] = []
         for z, h in itertools.product(range(status.shape[0]), range(status.shape[1])):

@@ -8,9 +8,10 @@ import torch
 from torch.types import Device
 
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
-from flexpress.checks import block_size, extent, resolve_device, whole
+from flexpress.checks import block_size, extent, whole
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
+from flexpress.plain_arguments import resolve_device
 from flexpress.programs import captures_of
 from flexpress.recorded import bound_mod
 

@@ -31,3 +31,16 @@ def named_device(device) -> torch.device:
 def device_or_default(device) -> torch.device | None:
     """The same, where None is the function's default."""
     return None if device is None else named_device(device)
+
+
+def resolve_device(device) -> torch.device:
+    """A device with its index, so that it compares equal to a tensor's. Raises TypeError for what is none, NotImplementedError for one
+    without kernels."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = named_device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device is {str(device)!r}; kernels run on CUDA or ROCm GPUs ('cuda') and on 'cpu'")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.types import Device
 
-from flexpress.checks import extent, resolve_device, whole
+from flexpress.checks import check_are_tensors, check_dim, extent, whole
 from flexpress.distributed.agreement import Agreement, digest_of, numbers_of
 from flexpress.distributed.assignment import assign, imbalance
 from flexpress.distributed.heads import Gathered, HeadSplit
@@ -22,6 +22,7 @@ from flexpress.mods import MaskMod
 from flexpress.packed_checks import check_cu_seqlens, check_same_sequences
 from flexpress.packing import Packing, packing_of
 from flexpress.parts import Part, mask_of_part
+from flexpress.plain_arguments import flag, resolve_device
 
 from ..codegen.mod.bind import bind
 from ..codegen.mod.capture import name_of
@@ -145,7 +146,7 @@ class ContextPlan:
         if self.rank < 0:
             raise ValueError("this process is no member of the plan's group; make the plan on members only")
         self.mask_mod = mask_mod or noop_mask
-        self.sum_gradients = sum_gradients
+        self.sum_gradients = flag("sum_gradients", sum_gradients)
         mask = create_block_mask(self.mask_mod, B, H, self.q_len, self.kv_len, device, BLOCK)
         self.status = mask._status()
         self.device = self.status.device
@@ -191,12 +192,11 @@ class ContextPlan:
         lengths, and are cut where work is equal.
         """
         device = resolve_device(device)
-        starts_q = cu_seqlens_q.to(device, copy=True)  # as it may be written to while the plan lives
-        total_q = total_k = _checked_total("cu_seqlens_q", starts_q)
-        starts_k = None if cu_seqlens_k is None else cu_seqlens_k.to(device, copy=True)
-        if starts_k is not None:
+        starts_q, total_q = _own_starts("cu_seqlens_q", cu_seqlens_q, device)
+        starts_k, total_k = None, total_q
+        if cu_seqlens_k is not None:
+            starts_k, total_k = _own_starts("cu_seqlens_k", cu_seqlens_k, device)
             check_same_sequences(starts_q, starts_k)
-            total_k = _checked_total("cu_seqlens_k", starts_k)
         packing = packing_of(starts_q, starts_k, total_q, total_k)
         plan = cls(
             group,
@@ -238,6 +238,7 @@ class ContextPlan:
 
     def shard(self, tensor: torch.Tensor, dim: int = -2) -> torch.Tensor:
         """This rank's part of a tensor with q_len (or kv_len) positions in `dim`. ValueError for another number."""
+        check_dim(tensor, dim)
         return tensor.index_select(dim, self._positions(tensor.shape[dim], (self.q_len, self.kv_len), f"dimension {dim} has"))
 
     def _positions(self, length: int, lengths: tuple[int, int], said: str) -> torch.Tensor:
@@ -254,8 +255,9 @@ class ContextPlan:
 
         Raises ValueError for another length than the plan's, and for a tensor of other positions than this rank holds.
         """
-        length = self.q_len if length is None else length
         with self.agreement.telling_failures():
+            length = self.q_len if length is None else whole("length", length)
+            check_dim(tensor, dim)
             held = len(self._positions(length, (self.q_len, self.kv_len), "length of the whole is"))
             if tensor.shape[dim] != held:
                 raise ValueError(
@@ -320,12 +322,14 @@ def check_plan(plan) -> None:
         raise TypeError(f"context must be a ContextPlan (from flexpress.distributed), got {type(plan).__name__}")
 
 
-def _checked_total(name: str, cu_seqlens: torch.Tensor) -> int:
-    """How many tokens packed sequences have. Raises as varlen_attention does, on any device."""
+def _own_starts(name: str, cu_seqlens, device: torch.device) -> tuple[torch.Tensor, int]:
+    """A copy, as the user's may be written to while the plan lives, and how many tokens packed sequences have. Raises as varlen_attention
+    does, on any device."""
+    check_are_tensors(**{name: cu_seqlens})
     ends = cu_seqlens.cpu()
-    total = max(int(ends[-1]), 0) if ends.numel() else 0
+    total = max(int(ends[-1]), 0) if ends.numel() and ends.ndim == 1 and ends.dtype in (torch.int32, torch.int64) else 0
     check_cu_seqlens(name, ends, "the sequences", ends.new_empty(total))
-    return total
+    return cu_seqlens.to(device, copy=True), total
 
 
 def _name_of_dim(mesh) -> str | None:

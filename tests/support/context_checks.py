@@ -186,6 +186,15 @@ def what_is_no_part_of_a_sequence():
         with pytest.raises(ValueError, match=words):
             plan.unshard(*arguments)
     torch.testing.assert_close(plan.unshard(plan.shard(whole, 1), 1), whole)
+    for words, arguments in {
+        "tensor must be a torch.Tensor, got NoneType": (None,),
+        r"dim is 2, but tensor \(2, 300\) has 2 dimensions": (whole, 2),
+        "dim is -3; it must be at least -2": (whole, -3),
+        "dim must be an integer, got 'x'": (whole, "x"),
+    }.items():
+        for call in (plan.shard, plan.unshard):
+            with pytest.raises((ValueError, TypeError), match=words):
+                call(*arguments)
     with pytest.raises(ValueError, match="dimension 1 has 301 positions, but this plan is for 300 or 500"):
         plan.shard(torch.randn(2, 301), 1)
 

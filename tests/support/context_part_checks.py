@@ -296,6 +296,11 @@ def refusals_of_packed_sequences():
         "query has shape .* this rank holds 128": lambda: varlen_attention(x[1:], x, x, context=plan),
         "cu_seqlens_q must say where sequences are; it is left out only with context=": lambda: varlen_attention(x, x, x),
         "cu_seqlens_q must be 0 and then the end of each sequence": lambda: ContextPlan.packed(torch.tensor([0, 9, 5]), device=here()),
+        "cu_seqlens_q must be a torch.Tensor, got list": lambda: ContextPlan.packed([0, 5], device=here()),
+        "cu_seqlens_k must be a torch.Tensor, got list": lambda: ContextPlan.packed(starts, [0, 5], device=here()),
+        "cu_seqlens_q must have shape": lambda: ContextPlan.packed(starts[None], device=here()),
+        "cu_seqlens_q has dtype torch.float32": lambda: ContextPlan.packed(starts.float(), device=here()),
+        "sum_gradients must be True or False, got str": lambda: ContextPlan(q_len=256, device=here(), sum_gradients="no"),
         "must be of as many sequences": lambda: ContextPlan.packed(starts, starts[::2], device=here()),
         "this plan is of one sequence": lambda: other.positions_in_sequence,
     }

@@ -910,10 +910,10 @@ _STATUS = {0: "empty", 1: "partial", 2: "full", 3: "in both lists"}
 
 def wrong_bounds(mask_mod, dense: torch.Tensor, extents: tuple, device: str) -> list[Difference]:
     """Blocks that bounds of a mask_mod call empty or full and that are not, in the lists that a call makes."""
-    from flexpress.checks import resolve_device
     from flexpress.codegen.mod.bind import bind
     from flexpress.codegen.mod.wide import in_wide_integers
     from flexpress.codegen.run.masks import automatic_lists
+    from flexpress.plain_arguments import resolve_device
 
     wrong = []
     truth, bound = true_status(dense, (128, 128)), in_wide_integers(bind(mask_mod, "mask"), extents)
