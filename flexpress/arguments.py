@@ -84,6 +84,8 @@ def read_mask(block_mask, query, key, inputs: Inputs, options: Options) -> tuple
             )
         raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
     lists, mask_mod = block_mask.for_kernels()
+    if block_mask.mask_mod is None:
+        raise TypeError("block_mask.mask_mod is None; set it to a function, or to noop_mask, which hides nothing in the listed blocks")
     if (inputs, options) not in lists.fitting:  # lists of other lengths are others
         checks.check_mask_fits(lists, block_mask.seq_lengths, query, key, block_mask.shape)
         checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)

@@ -91,7 +91,7 @@ def _with_statistics(
     if tables:
         block_mask, mask_mod = mask_of_parts(tables, facts, mask_mod), None
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
-    dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
+    dropout = read_dropout(dropout_p, dropout_seed, query.device)
     extras = Extras(sinks, dropout, quantised(q_scale, k_scale, v_scale, out_dtype))
     out, lse, *others = _attend_and_look(arguments, max_scores, Wanted(*wanted), deterministic, None, extras)
     return out, lse, *(t for t in others if t is not None)
@@ -299,9 +299,10 @@ def flex_attention(
     """
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
     try:
-        if dropout_p or context is not None or return_aux is not None:  # which ask query something; what follows checks all of them
+        drops = dropout_seed is not None or type(dropout_p) is not float or dropout_p != 0.0
+        if drops or context is not None or return_aux is not None:  # which ask query something; what follows checks all of them
             check_are_tensors(query=query, key=key, value=value)
-        dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
+        dropout = read_dropout(dropout_p, dropout_seed, query.device) if drops else None
         float8 = None
         if not q_scale is k_scale is v_scale is out_dtype is None:
             float8 = Quantised(q_scale, k_scale, v_scale, out_dtype)

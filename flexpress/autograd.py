@@ -12,6 +12,7 @@ from flexpress.problem import Problem, dense
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.loads import reached_by_gradients
 from .codegen.mod.tensors import check_values, is_transformed, is_unseen
+from .codegen.plan.extras import backward_needs_sinks
 from .codegen.run.backward import backward, begin
 from .codegen.run.call import Bound, ExtraInputs, Rows
 from .codegen.run.captured import apart
@@ -94,7 +95,8 @@ class _Attention(torch.autograd.Function):
         score, mask = score and (score[0], [*captured, *score[1]]), mask and (mask[0], [*mask_tensors, *mask[1]])
         makes_graph, extras = torch.is_grad_enabled(), ctx.extras
         if extras is not None:
-            extras = extras._replace(sinks=sinks if ctx.needs_input_grad[6] else None, seed=seed, places=tuple(places))
+            needed = sinks if backward_needs_sinks(ctx.needs_input_grad[6], scale) else None
+            extras = extras._replace(sinks=needed, seed=seed, places=tuple(places))
         bound = Bound(q, k, v, inputs, scale, score, mask, lists, transposed_lists, options, extras)
         if extras is None and (transformed or makes_graph):
             return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out.detach(), values), mask_tensors)
@@ -108,7 +110,7 @@ class _Attention(torch.autograd.Function):
             bound, out, rows, d_out, d_lse, wanted=_wanted(ctx), deterministic=deterministic, waits=deterministic
         )
         of_q, of_k, of_v = ctx.needs_input_grad[3:6]
-        found = [dq if of_q else None, dk if of_k else None, dv if of_v else None, of_sinks]
+        found = [dq if of_q else None, dk if of_k else None, dv if of_v else None, of_sinks if ctx.needs_input_grad[6] else None]
         if captured:
             reached = reached_by_gradients(score[0])
             found += [of_captured.get(i) if i in reached else None for i in range(ctx.count)]

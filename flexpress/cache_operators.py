@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import flexpress.cached
 import flexpress.kv_cache
+from flexpress.fakes import fake_of
 from flexpress.float8 import output_dtype
 from flexpress.programs import Captures, on_device, read_program
 
@@ -56,7 +57,7 @@ def cached_attention(
 _PROGRAM = 10  # its place behind cu_seqlens_q
 
 
-@cached_attention.register_fake
+@fake_of(cached_attention)
 def _(query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, *others):
     lse, program = query.new_empty(query.shape[:-1], dtype=torch.float32), others[_PROGRAM]
     dtype = output_dtype(query, read_program(program).out_dtype)
@@ -96,7 +97,7 @@ def update_cache(
     return key.new_empty(0) if turned is None else turned
 
 
-@update_cache.register_fake
+@fake_of(update_cache)
 def _(key, value, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, query, *_):
     if query is None:
         return key.new_empty(0)

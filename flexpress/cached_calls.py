@@ -85,7 +85,8 @@ def _call_of(problem: CachedProblem, together: Together | None = None) -> tuple[
     position = position_from(q_offset, kv_lens, where.cu_q, q.shape[2])
 
     def by_position(kind: str) -> tuple | None:
-        return _bound(score_mod if kind == "score" else mask_mod or causal, kind, q.device, extents)
+        mask = causal if mask_mod is None else mask_mod
+        return _bound(score_mod if kind == "score" else mask, kind, q.device, extents)
 
     def by_number(kind: str) -> tuple | None:
         if kind == "score":

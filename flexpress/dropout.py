@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from .codegen.mod.tensors import is_distributed, readable
+from flexpress.checks import extent
+
+from .codegen.mod.tensors import check_kind, is_distributed, readable
 from .codegen.plan.extras import DROPOUT_STEPS, dropout_numbers
 
 _ROUNDS = 7
@@ -26,13 +28,15 @@ def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout 
     """What dropout_p and dropout_seed say, None for no dropout. Raises TypeError or ValueError."""
     if isinstance(p, torch.SymFloat):  # of torch's compiler, which compiles anew for another one
         p = float(p)
-    if isinstance(p, bool) or not isinstance(p, numbers.Real):
+    if p is True or not isinstance(p, numbers.Real):  # False is what `self.training and p` gives
         raise TypeError(f"dropout_p must be a number from 0 to 1, got {type(p).__name__}")
     if not 0.0 <= p <= 1.0:  # NaN, too
         raise ValueError(f"dropout_p must be a number from 0 to 1, got {p}")
     if seed is not None and (not isinstance(seed, torch.Tensor) or seed.dtype != torch.int64 or seed.numel() != 1):
         shown = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, torch.Tensor) else type(seed).__name__
         raise TypeError(f"dropout_seed must be an int64 tensor of one element, got {shown}")
+    if seed is not None:
+        check_kind("dropout_seed", seed)
     if seed is not None and seed.device != device:
         raise ValueError(f"dropout_seed is on {seed.device}, but query is on {device}; move it: dropout_seed.to(query.device)")
     if p == 0:
@@ -66,7 +70,15 @@ def dropout_mask(seed: torch.Tensor, shape: tuple[int, int, int, int], dropout_p
     weights, b and h; the key is the seed. Of its 128 bits and of sums of these every weight has a number of 14 bits, and is dropped where
     it is less than p * 2**14. The 6 bits that say most are independent of those of any other weight.
     """
-    return random_numbers(seed, shape) >= dropout_numbers(dropout_p)["DROPPED"]
+    if not isinstance(seed, torch.Tensor):
+        raise TypeError(f"seed must be an int64 tensor of one element, got {type(seed).__name__}")
+    dropout = read_dropout(dropout_p, seed, seed.device)
+    if not isinstance(shape, (tuple, list)) or len(shape) != 4:
+        raise TypeError(f"shape must be (B, Hq, Q_LEN, KV_LEN), got {shape!r}")
+    extents = tuple(extent(name, n) for name, n in zip(("B", "Hq", "Q_LEN", "KV_LEN"), shape, strict=True))
+    if dropout is None:
+        return torch.ones(extents, dtype=torch.bool, device=seed.device)
+    return random_numbers(readable_seed(seed), extents) >= dropout_numbers(dropout.p)["DROPPED"]
 
 
 def random_numbers(seed: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:

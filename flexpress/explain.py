@@ -64,7 +64,7 @@ def explain(
     """
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
     check_are_tensors(query=query, key=key, value=value)
-    dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
+    dropout = read_dropout(dropout_p, dropout_seed, query.device)
     float8 = quantised(q_scale, k_scale, v_scale, out_dtype)
     if is_distributed(query):
         from flexpress.dtensors import bound_shard  # imports torch's module, which takes long
@@ -85,7 +85,7 @@ def explain(
     if differentiable:
         chosen, itself_awaited = _backward_choice(call, keys, choice, deterministic)
         lines.append(_line("backward", chosen, awaited or itself_awaited))
-    lines += _traced_at_every_call(score_mod, mask_mod or getattr(block_mask, "mask_mod", None))
+    lines += _traced_at_every_call(score_mod, getattr(block_mask, "mask_mod", None) if mask_mod is None else mask_mod)
     if seen.arch == "cpu" and choice.candidate.name != "CPP":
         lines.append("on the CPU these kernels run in Triton's interpreter, for tests")
     return "\n".join(lines)

@@ -27,6 +27,9 @@ def write(text: str, path: str | os.PathLike | None, layout: str, overwrite: boo
     there = [str(file) for file in files if os.path.lexists(file)]
     if there and not overwrite:
         raise FileExistsError(f"{there[0]} is there already; choose another path, or pass overwrite=True")
+    for file in files:
+        if file.exists() and not file.is_file():
+            raise FileExistsError(f"{file} is there already, and no file that could be written anew; choose another path")
     for file, content in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         _replace(file, content)

@@ -49,6 +49,8 @@ def attend(
 ) -> torch.Tensor:
     """Write the new keys and values, then attend; the caches' extents say what heads there are. Arguments as serving_ops has them."""
     check_tokens(*qkv, *caches)
+    if kv_len.ndim != 1:
+        raise ValueError(f"kv_len must be int32 (n,), a length for each sequence, got {described(kv_len)}")
     if cu_seqlens is not None and cu_seqlens.shape != (kv_len.shape[0] + 1,):
         raise ValueError(
             f"cu_seqlens {tuple(cu_seqlens.shape)} must be one longer than kv_len {tuple(kv_len.shape)}, both from the metadata operator"

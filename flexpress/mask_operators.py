@@ -52,7 +52,7 @@ def _mask(tensors: list[torch.Tensor], ints: list[int], floats: list[float], dev
 @block_lists.register_fake
 def _(tensors, ints, floats, extents, size, separate_full, capacity, device, mask):
     rows, columns = (-(-n // block) for n, block in zip(extents[2:], size, strict=True))
-    counts, width = (*extents[:2], rows), columns if capacity is None else capacity
+    counts, width = (*extents[:2], rows), columns if capacity is None else torch.sym_min(capacity, columns)
     shapes = (counts, (*counts, torch.sym_max(width, 1))) * (1 + separate_full)
     return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
 

@@ -27,6 +27,7 @@ from flexpress.probabilities import NO_GRADIENT
 from flexpress.programs import Captures, Program, on_device, read_graph_once, read_program
 
 from .codegen.device.counters import nothing_kept
+from .codegen.plan.extras import backward_needs_sinks
 from .codegen.run.backward import backward
 from .codegen.run.block_lists import lists_of
 from .codegen.run.call import Bound, Rows
@@ -285,17 +286,18 @@ def _differentiate(ctx, d_out, d_lse, *_):
     learned = len(read_graph_once(score).tensors) if score else 0  # mask_mod's tensors, which come behind them, have no gradient
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3][:learned]) if needed]
     learns = sinks is not None and ctx.needs_input_grad[10]
+    needed = sinks if sinks is not None and backward_needs_sinks(learns, scale) else None
     found = torch.ops.flexpress.flex_attention_backward(
         torch.zeros_like(out) if d_out is None else d_out,
         *(d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted),
-        sinks if learns else None,
+        needed,
         seed,
     )
-    of_sinks = found.pop(3) if learns else None
+    of_sinks = None if needed is None else found.pop(3)
     for i, gradient in zip(wanted, found[3:], strict=True):
         none[0][i] = gradient
     of_inputs = (g if needed else None for g, needed in zip(found[:3], ctx.needs_input_grad[:3], strict=True))
-    return (*of_inputs, *none, None, None, of_sinks, None, None, None, None)[: len(ctx.needs_input_grad)]
+    return (*of_inputs, *none, None, None, of_sinks if learns else None, None, None, None, None)[: len(ctx.needs_input_grad)]
 
 
 flex_attention.register_autograd(_differentiate, setup_context=_keep)

@@ -100,7 +100,9 @@ class Packing:
     def _part(self, mod: Callable, kind: str) -> tuple[ModGraph, Callable]:
         """A mod of sequences: its graph, and as a part of a mod on packed positions."""
         bound = graph_and_values(mod, kind, self.sequence_q.device)
-        return bound[0], part_in_wide_integers(plain(mod), bound, (len(self.sequence_q), len(self.sequence_k)))
+        return bound[0], part_in_wide_integers(
+            plain(mod), bound, (self.sequence_q.shape[0], self.sequence_k.shape[0])
+        )  # len would make a number of a symbol
 
     def _places(self, graph: ModGraph) -> Callable:
         """From packed positions to the q_idx and kv_idx that a mod is given.

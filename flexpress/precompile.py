@@ -103,7 +103,7 @@ def precompile(
     named = (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale))
     float8 = quantised(*(_filled(name, t, torch.float32, device, 1) for name, t in named), out_dtype)
     # a seed of its own, as torch's generator must not go on
-    dropout = read_dropout(dropout_p, torch.zeros(1, dtype=torch.int64, device=device), device) if dropout_p else None
+    dropout = read_dropout(dropout_p, torch.zeros(1, dtype=torch.int64, device=device), device)
     extras: dict[str, Any] = {"sinks": _sinks(sinks, dtype, device, backward), "dropout": dropout, "quantised": float8}
     with waiting():
         with torch.set_grad_enabled(backward):

@@ -6,13 +6,17 @@ import torch
 
 from flexpress.cache_checks import check_counts, check_plain, check_table, described, looks
 from flexpress.checks import DTYPES, check_are_tensors
+from flexpress.fakes import fake_of
 from flexpress.in_graph import compilable
 from flexpress.kv_cache import readable
 from flexpress.rope import check_reached, check_rope
+from flexpress.transformed import without_levels
 
 from .codegen.mod.tensors import is_transformed
 from .codegen.run.call import Cached
 from .codegen.run.update_cache import update
+
+_FOR_TOKENS = "cu_seqlens_q is for x (T, H, D), got {}; leave it out, or pass the tokens one after another"
 
 
 @compilable
@@ -50,17 +54,16 @@ def apply_rope(
     if cu_seqlens_q is not None:
         check_are_tensors(cu_seqlens_q=cu_seqlens_q)
     if is_transformed():  # torch.func and forward mode do not look into operators
-        return _in_torch(x, rope, positions, cu_seqlens_q, interleaved, rope_tail)
+        return _in_torch(x, rope, positions, cu_seqlens_q, interleaved, rope_tail, check)
     return torch.ops.flexpress.apply_rope(x, rope, positions, cu_seqlens_q, interleaved, rope_tail, check)
 
 
-def _in_torch(x, rope, positions, cu_seqlens_q, interleaved: bool, rope_tail: bool) -> torch.Tensor:
-    """The same in torch's operations."""
-    if x.ndim not in (3, 4) or x.dtype not in DTYPES or rope.ndim != 3 or not 1 <= rope.shape[1] <= x.shape[-1] // 2 or rope.shape[2] != 2:
-        raise ValueError(
-            "apply_rope takes x (B, H, Q_LEN, D) or (T, H, D) of float16, bfloat16 or float32 and a rope from rope_table (positions, "
-            f"rope_dim / 2, 2) with rope_dim up to D, got {described(x)} and {described(rope)}"
-        )
+def _in_torch(x, rope, positions, cu_seqlens_q, interleaved: bool, rope_tail: bool, check: bool | None) -> torch.Tensor:
+    """The same in torch's operations. x may be a transform's tensor, and so may the others."""
+    _check_forms(x, rope, positions, cu_seqlens_q)
+    tables = [without_levels(t) for t in (positions, cu_seqlens_q) if t is not None]
+    if looks(check, x) and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tables)):
+        _check_contents(x, rope, positions, cu_seqlens_q)
     there = None
     if x.ndim == 4:
         at = positions[:, None] + torch.arange(x.shape[2], device=x.device)
@@ -113,7 +116,7 @@ def _apply_rope(
     return turned
 
 
-@_apply_rope.register_fake
+@fake_of(_apply_rope)
 def _(x, rope, positions, cu_seqlens_q=None, interleaved=False, rope_tail=False, check=None):
     return torch.empty_like(x if x.stride(-1) == 1 else x.contiguous())
 
@@ -122,7 +125,8 @@ def _keep(ctx, inputs, output) -> None:
     x, rope, positions, cu_seqlens_q, ctx.interleaved, ctx.rope_tail, _ = inputs
     if rope.requires_grad:
         raise NotImplementedError(f"rope requires grad, but apply_rope has no gradient of it: pass rope.detach(), got {described(rope)}")
-    ctx.save_for_backward(rope, positions, cu_seqlens_q)
+    # autograd saves no tensor of inference mode
+    ctx.save_for_backward(*(t.clone() if t is not None and t.is_inference() else t for t in (rope, positions, cu_seqlens_q)))
 
 
 def _differentiate(ctx, d_turned):
@@ -145,9 +149,29 @@ def _check(x, rope, positions, cu_seqlens_q) -> None:
     if cu_seqlens_q is None:
         return check_table("positions", positions, (x.shape[0],), torch.int32, x.device)
     if x.ndim == 4:
-        raise ValueError(f"cu_seqlens_q is for x (T, H, D), got {described(x)}; leave it out, or pass the tokens one after another")
+        raise ValueError(_FOR_TOKENS.format(described(x)))
     check_table("positions", positions, (None,), torch.int32, x.device)
     return check_table("cu_seqlens_q", cu_seqlens_q, (positions.shape[0] + 1,), torch.int32, x.device)
+
+
+def _check_forms(x, rope, positions, cu_seqlens_q) -> None:
+    """The same of tensors that a transform may have wrapped: what is asked of memory is left out."""
+    fits = x.ndim in (3, 4) and x.dtype in DTYPES and rope.ndim == 3 and rope.dtype == torch.float32
+    if not fits or not 1 <= rope.shape[1] <= x.shape[-1] // 2 or rope.shape[0] == 0 or rope.shape[2] != 2:
+        raise ValueError(
+            "apply_rope takes x (B, H, Q_LEN, D) or (T, H, D) of float16, bfloat16 or float32 and a float32 rope from rope_table "
+            f"(positions, rope_dim / 2, 2) with rope_dim up to D, got {described(x)} and {described(rope)}"
+        )
+    of_sequences = cu_seqlens_q is not None
+    if of_sequences and x.ndim == 4:
+        raise ValueError(_FOR_TOKENS.format(described(x)))
+    counts = positions.shape[:1] if of_sequences else x.shape[:1]
+    for name, tensor, shape in (
+        ("positions", positions, counts),
+        ("cu_seqlens_q", cu_seqlens_q, (len(positions) + 1,) if of_sequences else ()),
+    ):
+        if tensor is not None and (tensor.dtype != torch.int32 or tensor.shape != shape):
+            raise ValueError(f"{name} must be torch.int32 {tuple(shape)} on {x.device}, got {described(tensor)}")
 
 
 def _check_contents(x, rope, positions, cu_seqlens_q) -> None:

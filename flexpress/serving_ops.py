@@ -17,6 +17,7 @@ import torch
 
 from flexpress import sdpa
 from flexpress.cache_checks import described, looks
+from flexpress.fakes import fake_of
 from flexpress.layer_step import attend, check_tokens, no_autocast, out_like
 from flexpress.shared_prefix import SharedPrefix
 
@@ -44,7 +45,7 @@ def scaled_dot_product_attention(
         ).contiguous()
 
 
-@scaled_dot_product_attention.register_fake
+@fake_of(scaled_dot_product_attention)
 def _(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
@@ -63,7 +64,7 @@ def prepare_metadata(
     return [*_lengths(seq_len, input_pos, page_table), _int32(page_table).clone(memory_format=torch.contiguous_format)]
 
 
-@prepare_metadata.register_fake
+@fake_of(prepare_metadata)
 def _(input_ids, seq_len, input_pos, cache_loc, pages_per_seq, seq_start, page_table):
     return [*_fake_lengths(seq_len), page_table.new_empty(page_table.shape, dtype=torch.int32)]
 
@@ -83,7 +84,7 @@ def prepare_flattened_metadata(
     return [*_lengths(seq_len, input_pos, page_table), _int32(page_table[:, 0].clamp(min=0)).contiguous()]
 
 
-@prepare_flattened_metadata.register_fake
+@fake_of(prepare_flattened_metadata)
 def _(input_ids, seq_len, input_pos, cache_loc, pages_per_seq, seq_start, page_table):
     return [*_fake_lengths(seq_len), page_table.new_empty(page_table.shape[0], dtype=torch.int32)]
 
@@ -173,7 +174,7 @@ def mha_with_cache(
     )
 
 
-@mha_with_cache.register_fake
+@fake_of(mha_with_cache)
 def _(
     q,
     k,
@@ -235,7 +236,7 @@ def flattened_mha_with_cache(
     )
 
 
-@flattened_mha_with_cache.register_fake
+@fake_of(flattened_mha_with_cache)
 def _(
     q,
     k,
@@ -290,6 +291,7 @@ def mha_with_paged_cache(
     """
     where = {"page_table": page_table}
     shared = shared_order, shared_starts, shared_lengths, shared_pages, shared_prefix
+    check_tokens(q, k, v, k_cache, v_cache)
     prefix = SharedPrefix.of(shared, shared_groups or (), k_cache.shape[1])
     return attend(
         (q, k, v),
@@ -306,7 +308,7 @@ def mha_with_paged_cache(
     )
 
 
-@mha_with_paged_cache.register_fake
+@fake_of(mha_with_paged_cache)
 def _(
     q,
     k,

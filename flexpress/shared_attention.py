@@ -128,8 +128,8 @@ def attend_shared(
         problem,
         where=replace(where, kv_lens=laid.kv_len, pages=laid.pages),
         q_offset=laid.q_offset,
-        score_mod=score_mod and score_behind(score_mod, laid.shift),
-        mask_mod=mask_mod and mask_behind(mask_mod, laid.shift),
+        score_mod=None if score_mod is None else score_behind(score_mod, laid.shift),
+        mask_mod=None if mask_mod is None else mask_behind(mask_mod, laid.shift),
     )
     if in_tiles or in_tiles is None and groups.fills(problem.tokens) >= LEAST_FILL:
         together = Together(score_mod, mask_mod, whole, laid, shared.tiles)
@@ -143,8 +143,8 @@ def attend_shared(
         query=tokens.index_select(0, laid.token),
         where=whole,
         q_offset=laid.starts[:-1],
-        score_mod=score_mod and score_of_rows(score_mod, laid.sequence, laid.position),
-        mask_mod=mask_mod and mask_of_rows(mask_mod, laid.sequence, laid.position),
+        score_mod=None if score_mod is None else score_of_rows(score_mod, laid.sequence, laid.position),
+        mask_mod=None if mask_mod is None else mask_of_rows(mask_mod, laid.sequence, laid.position),
         sinks=None,
         sees_all=mask_mod is None,  # rows whose queries are not all behind the prefix are not taken, so causal hides nothing
     )

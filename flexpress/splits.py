@@ -11,6 +11,9 @@ from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod, causal
 
 from .codegen.mod.capture import plain
+from .codegen.mod.trace import check_parameters
+
+MOST_SPLITS = 1 << 16
 
 
 @compilable
@@ -39,12 +42,12 @@ def split_attention(
         out, lse = merge_attention(*split_attention(q, k_cache, v_cache, kv_len, 4))
 
     query     (B, Hq, Q_LEN, D_QK)
-    splits    1 or more. A part has ceil(kv_len / splits) positions of its sequence, the last ones fewer, also none: 0 and lse -inf
+    splits    1 to 65536. A part has ceil(kv_len / splits) positions of its sequence, the last ones fewer, also none: 0 and lse -inf
     Other arguments, and mods, as for cached_attention, which by itself splits keys where that is faster.
 
     Raises ValueError or TypeError for arguments, and what cached_attention raises. Method: flash decoding (Dao et al. 2023).
     """
-    splits = whole("splits", splits, 1)
+    splits = _checked(splits, score_mod, mask_mod)
     check_plain("query", query, "(B, H, Q_LEN, D)")
     check_table("kv_len", kv_len, (query.shape[0],), torch.int32, query.device)
     B, _, Q_LEN, _ = query.shape
@@ -67,7 +70,7 @@ def split_attention(
         cache_loc=None if cache_loc is None else cache_loc.repeat(splits),
         q_offset=first.repeat(splits),
         score_mod=None if score_mod is None else _score_of_parts(score_mod, B),
-        mask_mod=_mask_of_parts(mask_mod or causal, B, begins),
+        mask_mod=_mask_of_parts(causal if mask_mod is None else mask_mod, B, begins),
         scale=scale,
         q_scale=q_scale,
         k_scale=k_scale,
@@ -77,6 +80,16 @@ def split_attention(
         check=check,
     )
     return out.unflatten(0, (splits, B)), lse.unflatten(0, (splits, B))
+
+
+def _checked(splits, score_mod, mask_mod) -> int:
+    splits = whole("splits", splits, 1)
+    if splits > MOST_SPLITS:
+        raise ValueError(f"splits is {splits}; it must be at most {MOST_SPLITS}: each is as many sequences as the call has")
+    for mod, kind in ((score_mod, "score"), (mask_mod, "mask")):
+        if mod is not None:  # what is made of it says nothing of its parameters
+            check_parameters(mod, kind)
+    return splits
 
 
 def _score_of_parts(score_mod: ScoreMod, B: int) -> ScoreMod:

@@ -48,13 +48,14 @@ class StepTensors:
         return self.memory[name][: len(self.lengths)]
 
     def set_tokens(self, lengths: list[int], ids: torch.Tensor) -> None:
+        sent = self._sent(ids)  # first: if it fails, nothing has changed
         if lengths != self.lengths:
             self.lengths = lengths
             self.memory["seq_len"][len(lengths) :] = 0
             self._write("seq_len", lengths)
             self._write("seq_start", [0, *accumulate(lengths[:-1])])
         self._hold(ids.shape[1:], ids.dtype if ids.is_floating_point() else torch.int32)
-        self.tokens[: len(ids)] = self._sent(ids)
+        self.tokens[: len(ids)] = sent
 
     def _hold(self, row: torch.Size, dtype: torch.dtype) -> None:
         """Let `tokens` be memory for tokens of that shape: what held such tokens last, if it is there."""

@@ -85,3 +85,14 @@ def _traced(mod, kind: str) -> tuple[tuple[ModGraph, list] | None, list]:
     traced, values = traced_once(mod, kind)
     count = len(traced.graph.tensors)
     return (traced.graph, values[count:]), values[:count]
+
+
+def without_levels(integers):
+    """A tensor of integers without what torch.func's derivatives put around it, which have nothing to do with it. What vmap maps stays, and
+    so does what is no tensor."""
+    functorch, inner = torch._C._functorch, integers
+    while isinstance(inner, torch.Tensor) and functorch.is_functorch_wrapped_tensor(inner):
+        if functorch.is_batchedtensor(inner):
+            return integers
+        inner = functorch.get_unwrapped(inner)
+    return inner

@@ -16,7 +16,7 @@ from flexpress.packed_checks import check_packed
 from flexpress.packing import packing_of
 from flexpress.parts import tell_ranks
 from flexpress.recorded import Recorded
-from flexpress.transformed import Transformed
+from flexpress.transformed import Transformed, without_levels
 
 from .codegen.mod.tensors import ORDINARY, check_still, followed, is_distributed, read_captured, tracing, untransformed
 from .codegen.run.call import Bound
@@ -212,9 +212,10 @@ def varlen_attention(
     """
     arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
     try:
-        if dropout_p or context is not None:  # which ask q something; what follows checks all of them
+        drops = dropout_seed is not None or type(dropout_p) is not float or dropout_p != 0.0
+        if drops or context is not None:  # which ask q something; what follows checks all of them
             check_are_tensors(q=q, k=k, v=v)
-        dropout = read_dropout(dropout_p, dropout_seed, q.device) if dropout_p else None
+        dropout = read_dropout(dropout_p, dropout_seed, q.device) if drops else None
         refuse_over_devices(dropout, context, q)
         float8 = None
         if not q_scale is k_scale is v_scale is out_dtype is None:
@@ -286,6 +287,9 @@ def packed_call(
 ) -> Bound | Recorded | Transformed:
     """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
     transformed = followed("varlen_attention")
+    if transformed:
+        shared, cu_seqlens_q = cu_seqlens_k is cu_seqlens_q, without_levels(cu_seqlens_q)
+        cu_seqlens_k = cu_seqlens_q if shared else without_levels(cu_seqlens_k)
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if cu_seqlens_k is cu_seqlens_q and not tracing() and q.shape[0] == k.shape[0]:
         cu_seqlens_k = None  # as who comes from FlashAttention writes it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import cache_info, cached_attention, mods, rope_table, update_cache
+from flexpress import cache_info, cached_attention, export_cached, merge_attention, mods, rope_table, split_attention, update_cache
 from flexpress.codegen.run import decode
 from support.batches import Batch, batches, check, made
 from support.dense import dense_attention, relative_error
@@ -191,3 +191,22 @@ def test_pools_of_more_than_2_31_elements():
     update_cache(k, v, *caches, kv_len, page_table=table)
     out = cached_attention(q, *caches, kv_len, page_table=table)
     assert relative_error(out, dense_attention(q, k, v, None, mods.causal)[0]) < 4e-3
+
+
+class Blocks(torch.nn.Sequential):
+    """A mod like any other, whose truth is False: it has no parts."""
+
+    def forward(self, *arguments):
+        return arguments[-1] >= 3 if len(arguments) == 4 else arguments[0] * 0.5 + arguments[-1] * 0.1
+
+
+def test_a_mod_is_asked_for_by_none_and_not_by_its_truth():
+    q, cache = torch.randn(1, 2, 5, 16), torch.randn(1, 32, 2, 16)
+    call, mod = (q, cache, cache, torch.tensor([20], dtype=torch.int32)), Blocks()
+    assert not mod
+    want = cached_attention(*call, score_mod=lambda *a: mod.forward(*a), mask_mod=lambda *a: mod.forward(*a))
+    assert torch.equal(cached_attention(*call, score_mod=mod, mask_mod=mod), want)
+    merged, _ = merge_attention(*split_attention(*call, 2, score_mod=mod, mask_mod=mod))
+    torch.testing.assert_close(merged, want)
+    for given in ({"score_mod": mod}, {"mask_mod": mod}):
+        assert export_cached(*call, **given) != export_cached(*call)

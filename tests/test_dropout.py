@@ -238,6 +238,11 @@ def test_other_functions():
         ({"dropout_p": math.nan}, ValueError, "dropout_p must be a number from 0 to 1, got nan"),
         ({"dropout_p": True}, TypeError, "dropout_p must be a number from 0 to 1, got bool"),
         ({"dropout_p": "a"}, TypeError, "dropout_p must be a number from 0 to 1, got str"),
+        ({"dropout_p": None}, TypeError, "dropout_p must be a number from 0 to 1, got NoneType"),
+        ({"dropout_p": []}, TypeError, "got list"),
+        ({"dropout_p": torch.zeros(2)}, TypeError, "got Tensor"),
+        ({"dropout_p": 0.0, "dropout_seed": "x"}, TypeError, "dropout_seed must be an int64 tensor of one element, got str"),
+        ({"dropout_p": 0.5, "dropout_seed": torch.tensor([3]).to_sparse()}, NotImplementedError, "dropout_seed is a sparse tensor"),
         ({"dropout_p": 0.5, "dropout_seed": 3}, TypeError, "dropout_seed must be an int64 tensor of one element, got int"),
         ({"dropout_p": 0.5, "dropout_seed": torch.zeros(2, dtype=torch.int64)}, TypeError, r"got torch.int64 \(2,\)"),
         ({"dropout_p": 0.5, "dropout_seed": torch.zeros(1, dtype=torch.int64, device="meta")}, ValueError, "dropout_seed is on meta"),
@@ -248,3 +253,26 @@ def test_bad_arguments(given, error, words):
     q = torch.randn(1, 2, 8, 16)
     with pytest.raises(error, match=words):
         flex_attention(q, q, q, **given)
+
+
+@pytest.mark.parametrize(
+    "changes, error, words",
+    [
+        ({"dropout_p": -1}, ValueError, "dropout_p must be a number from 0 to 1, got -1"),
+        ({"dropout_p": True}, TypeError, "got bool"),
+        ({"seed": torch.tensor([3], dtype=torch.int32)}, TypeError, r"got torch.int32 \(1,\)"),
+        ({"seed": [3]}, TypeError, "seed must be an int64 tensor of one element, got list"),
+        ({"shape": (4, 4)}, TypeError, r"shape must be \(B, Hq, Q_LEN, KV_LEN\), got \(4, 4\)"),
+        ({"shape": (1, 1, 4.0, 4)}, TypeError, "Q_LEN must be an integer, got 4.0"),
+    ],
+)
+def test_bad_arguments_of_a_mask(changes, error, words):
+    with pytest.raises(error, match=words):
+        dropout_mask(**{"seed": torch.tensor([3]), "shape": (1, 1, 4, 4), "dropout_p": 0.5} | changes)
+
+
+def test_none_is_dropped_where_p_is_0():
+    q = torch.randn(1, 2, 8, 16)
+    assert dropout_mask(torch.tensor([3]), (1, 2, 8, 8), 0).all()
+    for p in (0, False):  # as `self.training and p` gives
+        assert torch.equal(flex_attention(q, q, q, dropout_p=p, dropout_seed=torch.tensor([3])), flex_attention(q, q, q))

@@ -147,6 +147,10 @@ def test_errors_of_export(tmp_path):
     assert path.read_text() == "mine"
     assert export(q, k, v, path=path, overwrite=True) == path.read_text()
     assert [p.name for p in tmp_path.iterdir()] == ["there.py"]  # nothing temporary
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileExistsError, match="no file that could be written anew"):
+        export(q, k, v, path=tmp_path / "pipe", overwrite=True)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):

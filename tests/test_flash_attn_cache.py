@@ -362,6 +362,7 @@ BAD = {
     "sinks of other heads": (dict(sinks=torch.ones(2)), ValueError, r"sinks must have shape \(4,\)"),
     "sinks of integers": (dict(sinks=torch.ones(4).int()), TypeError, "sinks must be float16, bfloat16 or float32"),
     "a number for sinks": (dict(sinks=1.0), TypeError, "sinks must be a tensor of shape"),
+    "sparse sinks": (dict(sinks=torch.ones(4).to_sparse()), NotImplementedError, "sinks is a sparse tensor"),
     "learned sinks": (dict(sinks=torch.ones(4).requires_grad_()), NotImplementedError, "sinks requires grad"),
 }
 

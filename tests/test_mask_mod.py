@@ -252,6 +252,12 @@ def test_capacity():
     assert made == create_block_mask(mods.sliding_window(100), None, None, 1024, 1024, "cpu")
     with pytest.raises(RuntimeError, match="a row has more blocks than capacity=1"):
         create_block_mask(mods.sliding_window(100), None, None, 1024, 1024, "cpu", capacity=1)
+    assert create_block_mask(mods.causal, None, None, 64, 64, "cpu", capacity=1 << 40).kv_indices.shape == (
+        1,
+        1,
+        1,
+        1,
+    )  # no wider than columns
     with pytest.raises(ValueError, match="capacity is -1; it must be at least 0"):
         create_block_mask(mods.causal, None, None, 64, 64, "cpu", capacity=-1)
 
@@ -295,3 +301,12 @@ def test_a_mask_of_zero_is_not_one_of_minus_zero(device):
         exact = dense_attention(q, k, v, mask_mod=at_one_end(end))[0]
         assert out.any() == exact.any() == (math.copysign(1, end) > 0)
         assert relative_error(out, exact) < 1e-5 or not exact.any()
+
+
+def test_a_block_mask_whose_mask_mod_was_taken_away():
+    """Its partial blocks are not whole ones."""
+    q = torch.randn(1, 1, 20, 16)
+    mask = create_block_mask(mods.causal, 1, 1, 20, 20, device="cpu")
+    mask.mask_mod = None
+    with pytest.raises(TypeError, match="block_mask.mask_mod is None; set it to a function, or to noop_mask"):
+        flex_attention(q, q, q, block_mask=mask)

@@ -199,6 +199,32 @@ BAD_TURNS = {
 }
 
 
+@pytest.mark.parametrize("case", [case for case in BAD_TURNS if case != "a table that learns"])
+def test_errors_inside_transforms(case):
+    changes, error, message = BAD_TURNS[case]
+    if case in ("dimensions", "dtype", "a wide table"):
+        error, message = ValueError, r"and a float32 rope from rope_table \(positions, rope_dim / 2, 2\)"
+    with pytest.raises(error, match=message):
+        torch.func.grad(lambda x: turn(**{**changes, "x": x}).sum())(changes.get("x", torch.zeros(2, 3, 4, 16)))
+
+
+def test_tables_made_in_inference_mode_have_gradients_beside_them():
+    with torch.inference_mode():
+        rope, positions = rope_table(20, 16, device="cpu"), torch.tensor([2, 5], dtype=torch.int32)
+    x = torch.randn(2, 3, 4, 16, requires_grad=True)
+    back = torch.autograd.grad(apply_rope(x, rope, positions).sum(), x)[0]
+    assert torch.equal(back, torch.autograd.grad(apply_rope(x, rope.clone(), positions.clone()).sum(), x)[0])
+
+
+@pytest.mark.parametrize("name", ["x", "rope", "positions"])
+def test_no_value_comes_of_a_tensor_without_values(name):
+    """torch asks an operator's fake implementation as soon as one tensor is on "meta"."""
+    given = {"x": torch.randn(2, 3, 4, 16), "rope": rope_table(20, 16, device="cpu"), "positions": torch.zeros(2, dtype=torch.int32)}
+    with pytest.raises((ValueError, NotImplementedError), match="meta"):
+        apply_rope(**given | {name: given[name].to("meta")})
+    assert apply_rope(**{name: t.to("meta") for name, t in given.items()}).is_meta
+
+
 @pytest.mark.parametrize("case", BAD_TURNS)
 def test_errors_of_turns(case):
     changes, error, message = BAD_TURNS[case]

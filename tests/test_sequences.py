@@ -289,6 +289,11 @@ BAD = {
     "large id": (lambda i: i.nest_sequences([[1], [2**31]]), ValueError, "an id that does not fit int32"),
     "many sequences": (lambda i: i.nest_sequences([[1]] * 5), ValueError, "sequences has 5 entries"),
     "long": (lambda i: i.nest_sequences([[1], [0] * 41]), ValueError, "sequence 1 has 41 tokens; max_seq_len is 40"),
+    "tokens without values": (
+        lambda i: i.nest_sequences([torch.ones(2, dtype=torch.int64, device="meta")]),
+        ValueError,
+        "sequences has a tensor on meta",
+    ),
     "many tokens": (lambda i: i.nest_sequences([[0] * 20] * 4), ValueError, "sequences has 80 tokens; max_num_tokens is 60"),
     "nest, positions": (lambda i: i.nest_sequences([[1]], [1, 2]), ValueError, "input_pos has 2 entries for 1 sequences"),
     "nest, pages": (lambda i: i.nest_sequences([[1]], 0, [[20]]), ValueError, r"page_assignments\[0\] has page 20; there are 20 pages"),

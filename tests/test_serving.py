@@ -139,6 +139,16 @@ def test_fakes_are_what_operators_return(device):
                 assert described(op(*args)) == described(fake), f"{name}{', autocast' * autocast}"
 
 
+@pytest.mark.parametrize("name", ["mha_with_paged_cache", "mha_with_cache", "flattened_mha_with_cache", "prepare_metadata"])
+def test_no_value_comes_of_a_tensor_without_values(name):
+    """torch asks the fake implementation as soon as one tensor is on "meta", and it makes memory that nobody writes."""
+    args, op = layers("cpu")[name], getattr(torch.ops.flexpress, name)
+    for i, argument in enumerate(args):
+        if isinstance(argument, torch.Tensor):
+            with pytest.raises(ValueError, match="is on meta, where no values are, but"):
+                op(*args[:i], argument.to("meta"), *args[i + 1 :])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_operators_compute_in_the_dtype_they_are_given(device):
     """Under autocast, too: their fakes say so."""

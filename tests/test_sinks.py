@@ -183,6 +183,7 @@ def test_no_keys():
         (torch.zeros(4, dtype=torch.int32), TypeError, "sinks must be float16, bfloat16 or float32, got torch.int32"),
         (torch.zeros(4, dtype=torch.float64), TypeError, "sinks must be .* convert them"),
         (torch.zeros(4, device="meta"), ValueError, "sinks are on meta, but query is on cpu; move them"),
+        (torch.zeros(4).to_sparse(), NotImplementedError, "sinks is a sparse tensor"),
         (1.0, TypeError, r"sinks must be a tensor of shape \(4,\), .* got float"),
     ],
 )
@@ -230,3 +231,19 @@ def test_sinks_that_are_folded_in_afterwards():
     ((_, of_sinks),) = torch.autograd.grad((wanted.masked_fill(empty, 0.0).sum() + (out.detach().double().sum(-1) * kept).sum(),), exact)
     assert grads[2][0] == 0  # -inf
     torch.testing.assert_close(grads[2][1:].double(), of_sinks.sum((0, 2))[1:])
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tiny_scale_and_sinks_without_gradient(traced, device):
+    """Scores are not left unscaled then, and the backward pass has to know it: where a sink is the largest score."""
+    q, k, v = (torch.randn(1, 1, 17, 16, device=device, requires_grad=True) for _ in range(3))
+    sinks = torch.tensor([1.3], device=device)
+
+    def loss(v):
+        return flex_attention(q, k, v, scale=1e-21, sinks=sinks).sum()
+
+    if traced:
+        loss = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    weight = 17 / (17 + math.exp(1.3)) * torch.ones_like(v)
+    torch.testing.assert_close(torch.autograd.grad(loss(v), v)[0], weight)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexpress import cached_attention, merge_attention, mods, split_attention
+from flexpress import ModError, cached_attention, merge_attention, mods, split_attention
 from support.batches import batches, made, mask_mods, score_mods, shifted
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES, for_any
@@ -72,6 +72,9 @@ Q, CACHE, KV_LEN = torch.zeros(2, 4, 1, 16), torch.zeros(2, 8, 2, 16), torch.ten
 BAD = {
     "no splits": (dict(splits=0), ValueError, "splits is 0; it must be at least 1"),
     "splits that are no integer": (dict(splits=2.0), TypeError, "splits must be an integer, got 2.0"),
+    "more splits than memory holds": (dict(splits=1 << 63), ValueError, "splits is 9223372036854775808; it must be at most 65536"),
+    "a mod of other arguments": (dict(mask_mod=lambda q, k: q > k), ModError, "does not take 4 positional arguments"),
+    "no mod": (dict(score_mod=False), TypeError, "score_mod must be a function, got bool"),
     "ragged queries": (dict(query=Q[:, :, 0]), ValueError, r"query must be \(B, H, Q_LEN, D\), got torch.float32 \(2, 4, 16\)"),
     "lengths": (dict(kv_len=KV_LEN[:1]), ValueError, r"kv_len must be torch.int32 \(2,\) on cpu, got torch.int32 \(1,\)"),
     "entries": (dict(cache_loc=KV_LEN[:1]), ValueError, r"cache_loc must be torch.int32 \(2,\)"),

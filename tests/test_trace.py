@@ -294,6 +294,16 @@ def test_a_kernel_for_each_value_is_said_once():
             bind(compose_scores(eval(f"lambda score, b, h, q_idx, kv_idx: score + {n}"), windowed(n)), "score")
 
 
+def test_compiled_graphs_of_one_mod_are_one_kernel():
+    """Each has a source line of its own, as torch names it, and the same text."""
+    q = torch.randn(1, 1, 8, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(10):
+            torch._dynamo.reset()
+            torch.compile(lambda q: flex_attention(q, q, q, mask_mod=mods.causal), backend="eager", fullgraph=True)(q)
+
+
 def test_no_gradient_flows_through_what_is_computed_without_grad():
     weight = torch.ones(3, requires_grad=True)
 

@@ -257,3 +257,17 @@ def test_offsets_that_are_a_column_of_a_table():
     q, k, v = torch.randn(3, 600, 1, 8).unbind()
     starts = torch.tensor([[0, 0], [300, 290], [600, 600]], dtype=torch.int32)[:, 0]
     torch.testing.assert_close(varlen_attention(q, k, v, starts), varlen_attention(q, k, v, starts.contiguous()))
+
+
+def test_cu_seqlens_inside_transforms():
+    """Integers have no derivative: they may be arguments of what is differentiated, or made inside."""
+    q, cu = torch.randn(7, 2, 16), torch.tensor([0, 3, 7])
+    want = torch.func.grad(lambda q: varlen_attention(q, q, q, cu).sin().sum())(q)
+    for of in (
+        torch.func.grad(lambda q, cu: varlen_attention(q, q, q, cu).sin().sum()),
+        torch.func.grad(lambda q, cu: varlen_attention(q, q, q, cu.diff().cumsum(0).new_tensor([0, 3, 7]), cu).sin().sum()),
+        lambda q, cu: torch.vmap(torch.func.grad(lambda q, cu: varlen_attention(q, q, q, cu).sin().sum()), (0, None))(q[None], cu)[0],
+    ):
+        torch.testing.assert_close(of(q, cu), want)
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q is a tensor of a torch.func transform"):
+        torch.vmap(lambda cu: varlen_attention(q, q, q, cu))(torch.stack([cu, cu]))

@@ -27,6 +27,7 @@ from .current import set_device
 from .errors import ModError
 from .expr import ModGraph
 from .graph_mod import GraphMod
+from .graph_text import text_of
 from .origins import Origin, Origins, origins_of
 from .program import Untrackable
 from .trace import Traced, check_parameters, parts_of, replayable, traced_once
@@ -128,9 +129,12 @@ def _count(bucket: _Bucket, traced: Traced) -> None:
     if len(bucket.graphs) >= _PER_BUCKET:
         bucket.graphs.clear()
     graph, found = traced.graph, bucket.graphs.setdefault(traced.codes, set())
-    if len(found) > _GRAPHS or id(graph) in found:
+    if len(found) > _GRAPHS:
         return
-    found.add(id(graph))
+    before = len(found)
+    found.add(hash(text_of(graph)))  # a mod of a compiler's graph has a line of its own each time, and one text
+    if len(found) == before:
+        return
     if len(found) > _GRAPHS:
         warnings.warn(
             f"{graph.kind}_mod {graph.name} has become {len(found)} different kernels: values that Python itself consumes "

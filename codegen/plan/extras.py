@@ -72,3 +72,8 @@ def factors_out(scale: float, extras: Extras) -> bool:
     """May scores stay unscaled, the scale being folded into TO_LOG2? Only a positive one: the row maximum is then at the same score. Sinks
     are divided by it. With them it must also be above SMALLEST_SCALE and known on the host, so not with float8 scales."""
     return not (extras.sinks and extras.scales) and scale > (SMALLEST_SCALE if extras.sinks else 0.0)
+
+
+def backward_needs_sinks(wanted: bool, scale: float) -> bool:
+    """Must a backward pass have the sinks? For their gradient, if it is wanted, and where scores were not left unscaled because of them."""
+    return wanted or scale <= SMALLEST_SCALE

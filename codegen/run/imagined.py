@@ -73,7 +73,7 @@ class Imagined:
     def bound(self) -> tuple[tuple | None, tuple | None]:
         """score_mod and mask_mod."""
         return tuple(
-            in_wide_integers(bind(mod, kind), EXTENTS) if mod else None
+            in_wide_integers(bind(mod, kind), EXTENTS) if mod is not None else None
             for mod, kind in ((self.score_mod, "score"), (self.mask_mod, "mask"))
         )
 

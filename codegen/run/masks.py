@@ -51,7 +51,8 @@ def create_lists(
 ) -> list[torch.Tensor]:
     """Block lists (see `block_lists`) of a mask_mod, exact: what bounds cannot decide is evaluated.
 
-    capacity   the width of the lists; by default as in `block_lists`. A row with more makes the program fail, by torch._assert_async
+    capacity   the width of the lists, if there are so many columns; by default as in `block_lists`. A row with more makes the program fail,
+               by torch._assert_async
     """
     size = tuple(_no_longer_than_needed(n, length) for n, length in zip(size, extents[2:], strict=True))
     if 0 in extents:
@@ -65,7 +66,7 @@ def create_lists(
     else:
         if capacity < status.shape[-1]:
             torch._assert_async((counts.amax() <= capacity), f"create_block_mask: a row has more blocks than capacity={capacity}")
-        widths = [capacity] * len(counts)
+        widths = [min(capacity, status.shape[-1])] * len(counts)
     return listed(status, widths, separate_full)
 
 

@@ -145,7 +145,7 @@ class ContextPlan:
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this process is no member of the plan's group; make the plan on members only")
-        self.mask_mod = mask_mod or noop_mask
+        self.mask_mod = noop_mask if mask_mod is None else mask_mod
         self.sum_gradients = flag("sum_gradients", sum_gradients)
         mask = create_block_mask(self.mask_mod, B, H, self.q_len, self.kv_len, device, BLOCK)
         self.status = mask._status()

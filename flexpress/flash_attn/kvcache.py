@@ -182,7 +182,8 @@ def _behind_padding(k_cache, v_cache, filled, where: dict, leftpad, room: int) -
 def _positions(name: str, cache: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
     """A view (n, 1, Hkv, D) of a cache (N, S, Hkv, D), and how many of the n lie between its entries and between its positions."""
     per_entry, per_position = (stride if n > 1 else 0 for n, stride in zip(cache.shape[:2], cache.stride(), strict=False))
-    step = math.gcd(per_entry, per_position) or 1
+    divides = per_position and per_entry % per_position == 0  # mostly; gcd would make numbers of a compiler's symbols
+    step = per_position if divides else math.gcd(per_entry, per_position) or 1
     steps = per_entry // step, per_position // step
     count = 1 + sum((n - 1) * between for n, between in zip(cache.shape, steps, strict=False)) if cache.numel() else 0
     if count + cache.shape[1] * steps[1] >= 2**31:

@@ -102,7 +102,7 @@ def _packed_call(query, key, value, cu_q, cu_k, seen: Options, scale: float | No
         place = placed_by_sequence(keys - cu_q.diff())
     mask_mod = mask_mod_of(seen, place, one_query=False)
     if used is not None:
-        allowed = mask_mod or noop_mask
+        allowed = noop_mask if mask_mod is None else mask_mod
         mask_mod = lambda b, h, q_idx, kv_idx: allowed(b, h, q_idx, kv_idx) & (kv_idx < used[b])
     return packed_call(query, key, value, cu_q, None if shared else cu_k, None, mask_mod, scale)
 
