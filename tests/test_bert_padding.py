@@ -127,3 +127,20 @@ def test_errors_show_the_shapes():
         unpad_input_for_concatenated_sequences(hidden(2)[..., 0, 0], torch.ones(2, 6))
     with pytest.raises(ValueError, match="input must have 2 dimensions"):
         index_first_axis(torch.ones(3), torch.tensor([0]))
+
+
+def test_packing_inside_compiled_functions(monkeypatch):
+    """How many tokens there are is in no graph."""
+    for name in ("capture_dynamic_output_shape_ops", "capture_scalar_outputs"):
+        monkeypatch.setattr(torch._dynamo.config, name, True)
+    torch._dynamo.reset()
+    hidden = torch.randn(2, 6, 3)
+    for pack, masks in (
+        (unpad_input, ([[1, 1, 1, 0, 0, 0], [1] * 6], [[1] * 6, [0] * 6], [[0] * 6] * 2)),
+        (unpad_input_for_concatenated_sequences, ([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]], [[1] * 6, [4, 0, 0, 0, 0, 0]])),
+    ):
+        compiled = torch.compile(pack, backend="eager", fullgraph=True)
+        for mask in masks:
+            for got, want in zip(compiled(hidden, torch.tensor(mask)), pack(hidden, torch.tensor(mask)), strict=True):
+                torch.testing.assert_close(got, want)
+    torch._dynamo.reset()

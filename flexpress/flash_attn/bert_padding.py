@@ -61,12 +61,8 @@ def unpad_input_for_concatenated_sequences(
     _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
     S = attention_mask_in_length.shape[1]
     ends = attention_mask_in_length.sum(dim=-1, keepdim=True)
-    wrong = (attention_mask_in_length < 0) | (attention_mask_in_length != attention_mask_in_length.long()) | (ends > S)
-    if rows := wrong.any(dim=-1).nonzero().flatten().tolist():
-        raise ValueError(
-            f"attention_mask_in_length must hold lengths, whole numbers of 0 or more that are {S} at most in a row, got "
-            f"{attention_mask_in_length[rows[0]].tolist()!s:.80} in row {rows[0]}"
-        )
+    if not (torch.compiler.is_compiling() or tracing()):
+        _check_lengths(attention_mask_in_length, ends)
     used = torch.arange(S, device=attention_mask_in_length.device) < ends
     indices = used.flatten().nonzero().flatten()
     flat = attention_mask_in_length.flatten()
@@ -89,6 +85,16 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
         raise ValueError("indices has a place twice; pass those that unpad_input returns")
     padded = hidden_states.new_zeros(places, *hidden_states.shape[1:])
     return padded.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
+
+
+def _check_lengths(attention_mask_in_length: torch.Tensor, ends: torch.Tensor) -> None:
+    S = attention_mask_in_length.shape[1]
+    wrong = (attention_mask_in_length < 0) | (attention_mask_in_length != attention_mask_in_length.long()) | (ends > S)
+    if rows := wrong.any(dim=-1).nonzero().flatten().tolist():
+        raise ValueError(
+            f"attention_mask_in_length must hold lengths, whole numbers of 0 or more that are {S} at most in a row, got "
+            f"{attention_mask_in_length[rows[0]].tolist()!s:.80} in row {rows[0]}"
+        )
 
 
 def _check_indices(indices: torch.Tensor, count: int, what: str) -> bool:
@@ -122,4 +128,4 @@ def _ends(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(lengths: torch.Tensor) -> int:
-    return int(lengths.max()) if lengths.numel() else 0
+    return int(pad(lengths, (0, 1)).max())  # 0 if there are none, which a compiler cannot ask
