@@ -13,6 +13,7 @@ from flexpress.checks import check_are_tensors
 from flexpress.dropout import read_dropout, refuse_over_devices
 from flexpress.float8 import quantised, refuse_float8_over_devices
 from flexpress.mods import MaskMod, ScoreMod
+from flexpress.plain_arguments import flag
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import why_every_call
@@ -62,6 +63,7 @@ def explain(
 
     Raises what flex_attention raises.
     """
+    enable_gqa, deterministic = flag("enable_gqa", enable_gqa), flag("deterministic", deterministic)
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
     check_are_tensors(query=query, key=key, value=value)
     dropout = read_dropout(dropout_p, dropout_seed, query.device)

@@ -11,6 +11,7 @@ from flexpress.cache_checks import check_batch
 from flexpress.export import asked_target, bound_mod, refuse_layout
 from flexpress.exported_files import write
 from flexpress.mods import MaskMod, ScoreMod
+from flexpress.plain_arguments import flag
 from flexpress.sinks import check_sinks
 
 from .codegen.device.cache import VERSION
@@ -61,6 +62,7 @@ def export_cached(
     Returns the text. Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced,
     FileExistsError for what is there already.
     """
+    overwrite = flag("overwrite", overwrite)
     if page_table is not None and cache_loc is not None:
         raise ValueError("export_cached takes page_table or cache_loc, not both; pass page_table[cache_loc]")
     places = page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale

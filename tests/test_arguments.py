@@ -254,7 +254,7 @@ FLAGS = [
     (function, name)
     for module in (flexpress, flexpress.flash, flexpress.flash_attn)
     for function in map(vars(module).get, module.__all__)
-    if inspect.isfunction(function) and function.__name__ not in ("explain", "export_cached")
+    if inspect.isfunction(function)
     for name, parameter in inspect.signature(function).parameters.items()
     if parameter.annotation in ("bool", "bool | None")
 ]
