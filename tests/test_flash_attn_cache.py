@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
 from flexpress import cache_info, cached_attention
-from flexpress.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from flexpress.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache, kvcache
 from support.caches import turned
 from support.dense import relative_error
 from support.devices import DEVICES, for_any
@@ -28,6 +30,7 @@ class Problem:
     place      "own": sequence b has entry b; "spare": of more entries; "index": one of another number; or the page size
     rope_dim   0: nothing turns
     number     the lengths are all the first, given as a number
+    copied     keys behind left padding are copied, however few queries there are
     """
 
     dtype: torch.dtype
@@ -44,6 +47,7 @@ class Problem:
     number: bool
     meaning: Meaning
     seed: int
+    copied: bool = False
 
 
 @st.composite
@@ -73,6 +77,7 @@ def problems(draw, device):
             scale=draw(st.sampled_from([None, None, 0.3])),
         ),
         seed=draw(st.integers(0, 99)),
+        copied=draw(st.booleans()),
     )
 
 
@@ -125,7 +130,8 @@ def turn(p: Problem, arguments: dict, x, position: int):
 def check(p: Problem, device: str) -> None:
     arguments, places = make(p, device)
     caches = [arguments[name].clone() for name in ("k_cache", "v_cache")]
-    out, lse = flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
+    with mock.patch.dict(kvcache.COPIED_FROM, {device: 1} if p.copied else {}):
+        out, lse = flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
     q, new = arguments["q"], max(p.new, 0)
     assert out.shape == q.shape and out.dtype == q.dtype and lse.shape == (*q.shape[:1], q.shape[2], q.shape[1])
     expected = [c.double() for c in caches]
@@ -171,6 +177,8 @@ CORNERS = {
     "pages and left padding": dict(place=4, leftpad=True, meaning=Meaning(window=(2, -1))),
     "all queries at one position": dict(rope_dim=8, meaning=Meaning()),
     "each query at its own": dict(rope_dim=8, interleaved=False, meaning=Meaning(window=(-1, 1))),
+    "entries, copied": dict(place="index", leftpad=True, copied=True),
+    "pages and left padding, copied": dict(place=4, leftpad=True, copied=True, meaning=Meaning(window=(2, -1))),
     "fewer queries than new keys": dict(rope_dim=16, queries=2, leftpad=True),
     "more queries than new keys": dict(rope_dim=16, queries=2, new=1),
     "one query": dict(queries=1, new=1, rope_dim=16, meaning=Meaning(window=(3, 0), slopes=2)),
@@ -188,8 +196,10 @@ def test_corners(name, device):
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("place", ["own", "index", 4])
-def test_what_the_padding_holds_is_not_read(place, heads_first, queries, device):
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_the_padding_holds_is_not_read(copied, place, heads_first, queries, device, monkeypatch):
     """A cache that was never written may hold NaN there: 0 times NaN would be NaN."""
+    monkeypatch.setitem(kvcache.COPIED_FROM, device, 1 if copied else sys.maxsize)
     lengths, padding = [9, 30, 5], [4, 17, 5]
     p = Problem(**{**COMMON, "lengths": lengths, "queries": queries, "new": queries, "place": place, "leftpad": True, "rope_dim": 8})
     arguments, places = make(p, device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, read_option
 from flexpress.in_graph import compilable
 from flexpress.kv_cache import update_cache
 from flexpress.packed_checks import check_cu_seqlens
+
+COPIED_FROM = {"cuda": 512, "cpu": sys.maxsize}  # queries of a sequence, beside which a copy of the keys behind left padding is little
 
 
 @compilable
@@ -79,13 +83,17 @@ def flash_attn_with_kvcache(
         _check_range("cache_leftpad", cache_leftpad.tolist(), "positions", room + 1)
     filled = lengths if k is None else lengths + k.shape[1]
     query, meaning = q.transpose(1, 2), _meaning(options, q.shape[1] == 1, softmax_scale, sinks)
-    read = k_cache, v_cache, filled, where
+    read, bring = (k_cache, v_cache, filled, where), None
     if cache_leftpad is not None:
         read = _behind_padding(*read, cache_leftpad, room)
+        if q.shape[1] >= COPIED_FROM[q.device.type]:
+            read, bring = _brought_together(*read)
     attention = attention_after(query, *read[:3], **read[3], **meaning)  # which raises before anything is written
     if k is not None:
         limited = (options.left, options.right) != (None, None)
         query = _append(query, k, v, k_cache, v_cache, (lengths, filled), where, rope, rotary_interleaved, limited)
+    if bring is not None:
+        bring()
     out, lse = attention(query)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
@@ -177,6 +185,26 @@ def _behind_padding(k_cache, v_cache, filled, where: dict, leftpad, room: int) -
         table = page * per_entry + at.remainder_(size).to(torch.int32) * per_position
         table.masked_fill_((page < 0) | (page >= entries), -1)
     return k_rows, v_rows, (filled.clamp(max=room) - leftpad).clamp(min=0), {"page_table": table}
+
+
+def _brought_together(k_rows, v_rows, lengths, where: dict) -> tuple[tuple, Callable[[], None]]:
+    """Caches without padding for those tables, and what brings there what the tables name: the kernel of long prompts knows no pages of one
+    position."""
+    table = where["page_table"]
+    places = table.clamp(min=0, max=k_rows.shape[0] - 1).flatten()  # behind its keys a sequence has any
+    pairs = []
+    for rows in (k_rows, v_rows):
+        whole = rows.new_empty((*table.shape, *rows.shape[2:]))
+        pairs.append((rows.squeeze(1), whole.flatten(0, 1)))
+
+    def bring() -> None:
+        for rows, whole in pairs:
+            if rows.itemsize == 1:  # torch moves no float8
+                rows, whole = rows.view(torch.uint8), whole.view(torch.uint8)
+            whole.copy_(rows.index_select(0, places))
+
+    k, v = (whole.unflatten(0, table.shape) for _, whole in pairs)
+    return (k, v, lengths, {}), bring
 
 
 def _positions(name: str, cache: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
