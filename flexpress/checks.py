@@ -125,7 +125,8 @@ def whole(name: str, value, least: int = 0) -> int:
     try:
         if isinstance(value, (bool, torch.Tensor)):  # a tensor's number would have to be waited for
             raise TypeError
-        number = value if type(value) is torch.SymInt else operator.index(value)
+        # torch's compiler has symbols whose type is int; of these operator.index makes numbers
+        number = value if type(value) in (int, torch.SymInt) else operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if number < least:

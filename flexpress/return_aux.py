@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from flexpress.plain_arguments import flag
 from flexpress.probabilities import wanted_of
@@ -47,6 +48,10 @@ class AuxStatistics(NamedTuple):
     entropy: torch.Tensor | None = None
     top_index: torch.Tensor | None = None
     column_sums: torch.Tensor | None = None
+
+
+for _result in (AuxOutput, AuxStatistics):  # torch.export.save asks by which names programs know them
+    pytree._register_namedtuple(_result, serialized_type_name=f"flexpress.{_result.__name__}")
 
 
 def aux_of(request, lse, max_scores, *statistics) -> AuxOutput | AuxStatistics:

@@ -229,6 +229,30 @@ class Fives(tuple):
         yield 5.0
 
 
+class Doubled(list):
+    def __getitem__(self, place):
+        return 2 * super().__getitem__(place)
+
+
+class Shorter(tuple):
+    def __len__(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    "numbers", [Doubled([2.0, 3.0]), Shorter((2.0, 3.0)), [2.0, 3.0], (2.0, 3.0)], ids=lambda numbers: type(numbers).__name__
+)
+def test_iterating_asks_for_no_place(numbers):
+    """Python's own iteration over a list reads its elements, whatever a subclass makes of places and of its length."""
+
+    def product(score, b, h, q_idx, kv_idx):
+        for factor in numbers:
+            score = score * factor
+        return score
+
+    assert evaluate_mod(product, ONE).item() == 6
+
+
 def test_iterating_and_signs_as_in_python():
     pair, number = Fives((2.0, 3.0)), [0j]
 

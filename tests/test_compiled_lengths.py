@@ -126,6 +126,10 @@ CASES: dict[str, tuple[Callable, Callable[[int], tuple]]] = {
         ),
     ),
     "splits": (lambda q, k, v, lengths: merge_attention(*split_attention(q, k, v, lengths, 3)), lambda n: cache(n + 20)),
+    "a table for rope": (
+        lambda x, positions: apply_rope(x, rope_table(x.shape[2] + 5, 8, device="cpu"), positions),
+        lambda n: (rand(2, 4, n, 8), int32(3, 4)),
+    ),
     "rope": (lambda x, positions: apply_rope(x, ROPE, positions), lambda n: (rand(2, 4, n, 8), int32(3, 4))),
 }
 
@@ -142,3 +146,57 @@ def test_any_further_length(name):
             torch.testing.assert_close(got, want)
     assert graphs.frame_count <= 2
     dynamo.reset()
+
+
+class Masked(torch.nn.Module):
+    def forward(self, q, mask):
+        return scaled_dot_product_attention(q, q, q, mask)
+
+
+class Causal(torch.nn.Module):
+    def forward(self, q, k):
+        return flash_attn.flash_attn_func(q, k, k, causal=True)
+
+
+class Statistics(torch.nn.Module):
+    def __init__(self, **wanted: bool) -> None:
+        super().__init__()
+        self.wanted = AuxRequest(**wanted)
+
+    def forward(self, q):
+        return flex_attention(q, q, q, return_aux=self.wanted)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("boolean", [True, False])
+def test_exported_with_a_mask_whose_extents_become_1(boolean, strict):
+    """They broadcast then, as where the program was made some others did."""
+    batch, length = (torch.export.Dim(name, min=1, max=64) for name in ("batch", "length"))
+    extents = {0: batch, 2: length}, {0: batch, 2: length, 3: length}
+
+    def given(b, n):
+        bias = rand(b, 1, n, n)
+        return rand(b, 4, n, 8), bias > -1 if boolean else bias
+
+    program = torch.export.export(Masked(), given(2, 20), dynamic_shapes=extents, strict=strict).module()
+    for b, n in ((1, 9), (2, 1), (1, 1), (3, 30)):
+        inputs = given(b, n)
+        torch.testing.assert_close(program(*inputs), Masked()(*inputs))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_for_other_keys_than_queries_and_as_many(strict):
+    extents = ({1: torch.export.Dim("queries", min=2, max=64)}, {1: torch.export.Dim("keys", min=2, max=64)})
+    program = torch.export.export(Causal(), (rand(2, 20, 4, 8), rand(2, 30, 4, 8)), dynamic_shapes=extents, strict=strict).module()
+    for queries, keys in ((9, 9), (5, 30), (30, 5)):
+        inputs = rand(2, queries, 4, 8), rand(2, keys, 4, 8)
+        torch.testing.assert_close(program(*inputs), Causal()(*inputs))
+
+
+@pytest.mark.parametrize("wanted", ["lse", "entropy"])
+def test_exported_statistics_are_saved(wanted, tmp_path):
+    program = torch.export.export(Statistics(**{wanted: True}), (rand(1, 2, 8, 16),))
+    torch.export.save(program, tmp_path / "program.pt2")
+    q = rand(1, 2, 8, 16)
+    _, aux = torch.export.load(tmp_path / "program.pt2").module()(q)
+    torch.testing.assert_close(getattr(aux, wanted), getattr(Statistics(**{wanted: True})(q)[1], wanted))

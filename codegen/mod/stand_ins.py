@@ -127,11 +127,17 @@ class HostValue:
 
     def __iter__(self):
         state = state_of(self)
-        if isinstance(state.value, (list, tuple)) and type(state.value).__iter__ in (list.__iter__, tuple.__iter__):
+        if isinstance(state.value, (list, tuple)) and _is_read_as_usual(type(state.value)):
             return (self[i] for i in range(len(self)))
         if type(state.value) is dict:
             return iter(state.reader.keys(state))
         raise Untrackable(f"iterates over {state.name}, a {type(state.value).__name__}")
+
+
+def _is_read_as_usual(cls: type) -> bool:
+    """Does iteration over such a list or tuple give what its indices do, one after another?"""
+    own = [getattr(cls, name) for name in ("__iter__", "__getitem__", "__len__")]
+    return any(own == [getattr(usual, name) for name in ("__iter__", "__getitem__", "__len__")] for usual in (list, tuple))
 
 
 class HostNumber(HostValue):

@@ -69,10 +69,19 @@ def same_place(b, q_idx):
 def placed_last(q_len: int, kv_len: int) -> Callable:
     """The places of queries of which the last stands at the last key. With as many queries as keys there is no offset to add: then ALiBi is
     the sum that kernels for Hopper look for."""
-    if q_len == kv_len:
+    if _known_equal(q_len, kv_len):
         return same_place
     offset = kv_len - q_len
     return lambda b, q_idx: q_idx + offset
+
+
+def _known_equal(one: int, other: int) -> bool:
+    """Are two lengths equal? For a compiler's symbols, are they so always: else an exported program would be for unequal ones alone."""
+    if not torch.compiler.is_compiling():
+        return one == other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, which takes long
+
+    return statically_known_true(one == other)
 
 
 def placed_by_sequence(more: torch.Tensor) -> Callable:
