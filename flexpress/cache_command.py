@@ -29,8 +29,9 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 def show(name: str) -> int:
     """Print the kernel with this name, or the only one whose name begins with or holds it. Exit code 2 if there is none, or several."""
-    names = sorted(entry.name for entry in contents.entries() if any(file.suffix == ".py" for file in entry.files))
-    for fits in (name.removesuffix(".py").__eq__, lambda found: found.startswith(name), lambda found: name in found):
+    texts = {file.stem: file.name for entry in contents.entries() for file in entry.files if file.suffix in (".py", ".cpp")}
+    names = sorted(texts)
+    for fits in (name.removesuffix(".py").removesuffix(".cpp").__eq__, lambda found: found.startswith(name), lambda found: name in found):
         fitting = list(filter(fits, names))
         if fitting:
             break
@@ -39,7 +40,7 @@ def show(name: str) -> int:
         none = f"no kernel in {folder.path()} has {name!r} in its name"
         print(f"{some if fitting else none}; `python -m flexpress cache list` shows the names", file=sys.stderr)
         return 2
-    sys.stdout.write((folder.read(f"{fitting[0]}.py") or b"").decode("utf-8", "replace"))
+    sys.stdout.write((folder.read(texts[fitting[0]]) or b"").decode("utf-8", "replace"))
     sys.stdout.flush()
     return 0
 

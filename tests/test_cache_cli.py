@@ -93,6 +93,8 @@ def test_show_prints_one(capsys, place):
     (path,) = place.glob("forward_*.py")
     for name in (path.name, path.stem, "forward", "alibi"):
         assert shown(capsys, "show", name) == path.read_text()
+    (place / "cpu_forward_other_0123456789ab.cpp").write_text("// a kernel in C++")
+    assert shown(capsys, "show", "cpu_forward") == "// a kernel in C++"
     assert "no kernel in " in shown(capsys, "show", "nothing", code=2)
     assert re.match(
         r"2 kernels have 'causal' in their names: block_lists_causal_\w+, forward_alibi_\w+;", shown(capsys, "show", "causal", code=2)

@@ -3,9 +3,16 @@ them."""
 
 from __future__ import annotations
 
+import base64
+import errno
 import math
 import os
 import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 import warnings
 
 import pytest
@@ -406,6 +413,71 @@ def test_a_program_that_is_no_compiler_fails_as_one(monkeypatch, own_directory):
     monkeypatch.setenv("CXX", "true")
     with pytest.warns(RuntimeWarning, match="(?s)kernels for the CPU do not compile.*true does not compile.*writes no file"):
         attend()
+
+
+@pytest.mark.parametrize("how", ["the driver is killed", "the compiler is killed"])
+def test_a_compiler_that_was_stopped_is_asked_again(monkeypatch, own_directory, tmp_path, how):
+    """By Ctrl-C of a shell's job, or where memory is short: it says nothing of kernels, and of those that are compiled least of all."""
+    told = {"the driver is killed": "kill -9 $$", "the compiler is killed": "echo 'Killed signal terminated program cc1plus' >&2; exit 1"}[
+        how
+    ]
+    program = tmp_path / "compiler"
+    program.write_text(
+        f'#!/bin/sh\nif [ "$1" = -x ] && mkdir {shlex.quote(str(tmp_path / "stopped"))} 2>/dev/null; then {told}; fi\nexec c++ "$@"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    with pytest.warns(RuntimeWarning, match="was not compiled. Triton's interpreter runs it for this once.*was killed") as seen:
+        attend()
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend()
+    assert explain(*torch.randn(3, 1, 1, 20, 16)).startswith("forward   CPP")
+
+
+def test_what_a_compiler_has_written_goes_with_it(monkeypatch, own_directory, tmp_path):
+    """Whatever ends the wait for it: Ctrl-C, for example, which is this process's alone."""
+    program, begun = tmp_path / "compiler", tmp_path / "begun"
+    program.write_text(
+        f'#!/bin/sh\nif [ "$1" = -x ]; then touch "$TMPDIR/part"; echo $$ > {shlex.quote(str(begun))}; sleep 60 & wait; fi\nexec c++ "$@"\n'
+    )
+    program.chmod(0o755)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    process, kept = [], subprocess.Popen.communicate
+
+    def interrupted(self, *given, **options):
+        process.append(self)
+        while not (begun.exists() and begun.read_text()):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cpp_build.library((str(program),), "", "a kernel")
+    monkeypatch.setattr(subprocess.Popen, "communicate", kept)
+    assert list((tmp_path / "temporary").iterdir()) == [] and process[0].returncode == -signal.SIGKILL
+
+
+def test_no_room_for_temporary_files(monkeypatch, own_directory):
+    def full(*given, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.warns(RuntimeWarning, match="has no room for files .TMPDIR says where.: .*No space left on device"):
+        attend()
+
+
+def test_a_mods_words_in_any_alphabet_and_locale(own_directory):
+    program = (
+        "import torch; from flexpress import flex_attention\ndef причина(s, b, h, i, j): return s * 2  # ü\nq = torch.randn(1, 1, 8, 16)\n"
+    )
+    program += "print(torch.allclose(flex_attention(q, q, q, причина), flex_attention(q, q, q, scale=0.5), atol=1e-6))"
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "FLEXPRESS_CPU": "cpp"}
+    run = f"import base64; exec(compile(base64.b64decode('{base64.b64encode(program.encode()).decode()}').decode(), 'mod.py', 'exec'))"
+    done = subprocess.run([sys.executable, "-c", run], env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_compiler_that_fails_is_named_once(monkeypatch, own_directory):

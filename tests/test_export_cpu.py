@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -166,6 +167,24 @@ def test_code_is_compiled_once_and_kept_for_its_user_alone(tmp_path, monkeypatch
         _, module = saved(tmp_path, *tensors("cpu", Z=1, Q_LEN=40, KV_LEN=40), overwrite=True)
         with pytest.raises(RuntimeError, match="others may write to it.*set FLEXPRESS_EXPORTED_DIR"):
             module.attention(*tensors("cpu", Z=1, Q_LEN=40, KV_LEN=40))
+        folder.chmod(0o700)
+        folder.parent.chmod(0o777)  # where others could put another folder in its place
+        with pytest.raises(RuntimeError, match=f"others may write to {re.escape(str(folder.parent.resolve()))}"):
+            module.attention(*tensors("cpu", Z=1, Q_LEN=40, KV_LEN=40))
+
+
+def test_a_library_of_another_user_is_not_loaded(tmp_path, monkeypatch):
+    q, k, v = tensors("cpu", Z=1, Q_LEN=40, KV_LEN=40)
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("FLEXPRESS_EXPORTED_DIR", str(folder))
+    path, module = saved(tmp_path, q, k, v)
+    right = module.attention(q, k, v)
+    (library,) = folder.iterdir()
+    elsewhere = tmp_path / library.name
+    os.replace(library, elsewhere)
+    library.symlink_to(elsewhere)  # as anybody can make a link to a file of theirs
+    assert torch.equal(load(path).attention(q, k, v), right)
+    assert not library.is_symlink()
 
 
 def test_a_library_that_was_cut_short_is_made_anew(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pwd
+import shutil
 import stat
 import tempfile
 import time
@@ -108,6 +109,17 @@ def test_a_folder_that_a_cleaner_removes_is_made_anew(place):
         path.unlink()
     place.rmdir()
     assert check_new_mod() == [] and len(list(place.glob("*.py"))) == 1 and stat.S_IMODE(place.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_a_cleaner_removes_between_writing_and_renaming(place, monkeypatch):
+    def replace(source, target, replaced=[]):  # noqa: B006 - what it has done once
+        if not replaced:
+            replaced.append(shutil.rmtree(place))
+        return renamed(source, target)
+
+    renamed = os.replace
+    monkeypatch.setattr(os, "replace", replace)
+    assert check_new_mod() == [] and len(list(place.glob("*.py"))) == 1
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
@@ -308,6 +320,17 @@ def test_other_templates_print_anew(place, monkeypatch):
         cache_clear()
         evaluate_mod(score_mod(number), scores)
         assert cache_info().prints == prints
+
+
+def test_a_note_that_is_too_deep_is_none(place):
+    """JSON nested so that reading it ends in RecursionError."""
+    number = next(_numbers)
+    assert check_new_mod(score_mod(number)) == []
+    for path in place.iterdir():
+        if path.suffix in (".spec", ".json"):
+            path.write_text("[" * 100_000)
+    cache_clear()
+    assert check_new_mod(score_mod(number)) == []
 
 
 def test_a_print_that_was_edited_is_not_used(place):

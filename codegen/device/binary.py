@@ -189,5 +189,5 @@ def _read(name: str) -> Compiled | None:
         if [hashlib.sha256(content).hexdigest() for content in contents] != [metadata_hash, code_hash]:
             return None
         return Compiled(*contents, extension, dict(record["signature"]))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

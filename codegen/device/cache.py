@@ -96,7 +96,7 @@ def recall(spec: KernelSpec) -> PrintedKernel | None:
         content = folder.read(name) or b""
         if place and hashlib.sha256(content).hexdigest() == note["sha256"]:
             return PrintedKernel(place / name, content.decode("utf-8"))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     return None
 

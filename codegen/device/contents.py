@@ -73,7 +73,7 @@ def _describe(entry: Entry, note: dict) -> None:
 
 def _note(name: str) -> dict:
     """The JSON of a file of the folder, {} if it is none."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(folder.read(name, counts=False) or b"")
         if isinstance(found, dict):
             return found

@@ -88,7 +88,7 @@ def _read(name: str) -> bytes | None:
         noted = json.loads(folder.read(f"{name}.json") or b"")["hashes"]["so"]
         code = folder.read(f"{name}.so") or b""
         return code if hashlib.sha256(code).hexdigest() == noted else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -7,10 +7,12 @@ FLEXPRESS_CXXFLAGS   more flags, behind ours
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,10 @@ import torch
 
 class CompilerError(RuntimeError):
     """There is no C++ compiler, or it does not compile a kernel."""
+
+
+class CompilerStopped(CompilerError):
+    """The compiler was killed, or there was no room for it. It says nothing of the kernel, and of the next time."""
 
 
 def words_of(variable: str, otherwise: str = "") -> list[str]:
@@ -49,7 +55,7 @@ def missing() -> str:
 def version_of(command: tuple[str, ...]) -> str:
     """A compiler's first line about itself; "" if it does not run."""
     try:
-        found = subprocess.run([*command, "--version"], check=False, capture_output=True, text=True, timeout=60)
+        found = subprocess.run([*command, "--version"], check=False, capture_output=True, encoding="utf-8", errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return found.stdout.split("\n")[0]
@@ -102,13 +108,31 @@ def library(compiler: tuple[str, ...] | None, source: str, name: str) -> bytes:
     """The shared library that the compiler makes of a whole print. Raises CompilerError if there is no compiler, or if it fails."""
     if compiler is None:
         raise CompilerError(missing())
-    with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
-        made = Path(place, "kernel.so")
-        command, called = [*compiler, "-x", "c++", "-", *flags(), "-o", str(made)], shlex.join(compiler)
-        try:
-            done = subprocess.run(command, check=False, input=source, capture_output=True, text=True, cwd=place)
-        except OSError as error:
-            raise CompilerError(f"{called} does not run: {error}") from error
-        if done.returncode or not made.exists():
-            raise CompilerError(f"{called} does not compile {name}:\n{done.stderr[:4000] or 'it says nothing, and writes no file'}")
-        return made.read_bytes()
+    called = shlex.join(compiler)
+    try:
+        with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
+            made = Path(place, "kernel.so")
+            status, said = outcome([*compiler, "-x", "c++", "-", *flags(), "-o", str(made)], source, place)
+            if status == 0 and made.exists():
+                return made.read_bytes()
+    except OSError as error:
+        kind = CompilerError if isinstance(error, PermissionError) else CompilerStopped
+        raise kind(f"{called} does not run, or has no room for files (TMPDIR says where): {error}") from error
+    if status < 0 or "signal terminated program" in said:  # the driver tells of the compiler itself, which it runs
+        raise CompilerStopped(f"{called} was killed while it compiled {name}: {said[:400] or f'signal {-status}'}")
+    raise CompilerError(f"{called} does not compile {name}:\n{said[:4000] or 'it says nothing, and writes no file'}")
+
+
+def outcome(command: list[str], source: str, place: str) -> tuple[int, str]:
+    """A command's status and what it says. It has a session of its own: Ctrl-C is not for it, and if it is not waited for, all of it ends.
+    What it writes on the way lies in `place`, too."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, cwd=place, env={**os.environ, "TMPDIR": place}, start_new_session=True)
+    try:
+        _, said = process.communicate(source.encode("utf-8", "replace"))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return process.returncode, said.decode("utf-8", "replace")

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from ..registry import Table, remembered
-from .cpp_build import CompilerError, compiler_command, library, missing, native_cpu, version_of, whole
+from .cpp_build import CompilerError, CompilerStopped, compiler_command, library, missing, native_cpu, version_of, whole
 
 _INCLUDES = ("cpu.h", "cpu_tiles.h", "cpu_dropout.h")  # of templates/, by prints
 _PARTS = ("cpu_vectors.h", "cpu_captured.h", "cpu_functions.h", "cpu_products.h", "cpu_factors.h", "cpu_results.h")  # by these, once each
@@ -69,9 +69,13 @@ def _kind() -> tuple:
 
 
 def give_up(why: CompilerError) -> None:
-    """The compiler failed: from now on the interpreter serves calls that do not name kernels in C++."""
-    _given_up[_kind()] = f"{shlex.join(compiler() or ())} failed before"
-    warnings.warn(f"flexpress: kernels for the CPU do not compile and run in Triton's interpreter. {why}", RuntimeWarning, stacklevel=2)
+    """The compiler failed: from now on the interpreter serves calls that do not name kernels in C++. If it was stopped, for this once."""
+    if isinstance(why, CompilerStopped):
+        told = "a kernel for the CPU was not compiled. Triton's interpreter runs it for this once, and the next call tries again"
+    else:
+        _given_up[_kind()] = f"{shlex.join(compiler() or ())} failed before"
+        told = "kernels for the CPU do not compile and run in Triton's interpreter"
+    warnings.warn(f"flexpress: {told}. {why}", RuntimeWarning, stacklevel=2)
 
 
 def note_interpreter() -> None:

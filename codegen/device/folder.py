@@ -115,8 +115,14 @@ def path() -> Path | None:
 
 
 def file_name(name: str, key: str) -> str:
-    """`name_key`, short enough for a file system in bytes, whatever alphabet the name is written in."""
-    return f"{name.encode('utf-8', 'replace')[:_NAME_BYTES].decode('utf-8', 'ignore')}_{key}"
+    """`name_key`, short enough for a file system in bytes, whatever alphabet the name is written in. In a locale of ASCII files have ASCII
+    names."""
+    short = name.encode("utf-8", "replace")[:_NAME_BYTES].decode("utf-8", "ignore")
+    try:
+        os.fsencode(short)
+    except UnicodeEncodeError:
+        short = re.sub(r"[^ -~]", "_", short)
+    return f"{short}_{key}"
 
 
 def read(name: str, counts: bool = True) -> bytes | None:
@@ -162,10 +168,14 @@ def write(name: str, content: bytes) -> Path | None:
 def _write(folder: Path, name: str, content: bytes) -> None:
     """Write under another name and rename."""
     try:
-        handle, temporary = tempfile.mkstemp(prefix=".flexpress-", suffix=".tmp", dir=folder)
+        _write_once(folder, name, content)
     except FileNotFoundError:  # a cleaner took the folder
         _opened(folder)
-        handle, temporary = tempfile.mkstemp(prefix=".flexpress-", suffix=".tmp", dir=folder)
+        _write_once(folder, name, content)
+
+
+def _write_once(folder: Path, name: str, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(prefix=".flexpress-", suffix=".tmp", dir=folder)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)

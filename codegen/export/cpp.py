@@ -21,6 +21,7 @@ from .file import File, called
 
 _EMBEDDED = (
     cpp_build.CompilerError,
+    cpp_build.CompilerStopped,
     cpp_build.words_of,
     cpp_build.compiler_command,
     cpp_build.missing,
@@ -31,6 +32,7 @@ _EMBEDDED = (
     cpp_build.native_cpu,
     cpp_build.whole,
     cpp_build.library,
+    cpp_build.outcome,
 )
 _KINDS = {"float": "f", "int32_t": "i", "int64_t": "q"}
 _TEXT = re.compile(r'^(\w+ = r"""\n)(.*?)(?=""")', re.MULTILINE | re.DOTALL)
