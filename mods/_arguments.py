@@ -21,7 +21,8 @@ def whole_number(recipe: str, name: str, value: object, remedy: str, minimum: in
     try:
         if isinstance(value, (bool, Tensor)):
             raise TypeError
-        number = value if type(value) in (int, torch.SymInt) else operator.index(value)  # type: ignore[arg-type]  # an array or a class has one that fails
+        # of a compiler's symbol, an int or a SymInt, operator.index would make a number; that of an array or a class fails
+        number: int = value if type(value) in (int, torch.SymInt) else operator.index(value)  # type: ignore[arg-type, assignment]
     except TypeError:
         raise TypeError(f"{recipe}(): {name} must be an int, got {_described(value)}; {remedy}") from None
     if minimum is not None and number < minimum:
