@@ -1750,6 +1750,55 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
 ]
 VARIOUS = [
     Mutant(
+        "flexpress/packing.py",
+        "(self.sequence_q.shape[0], self.sequence_k.shape[0])",
+        "(len(self.sequence_q), len(self.sequence_k))",
+        named("compiled_lengths", "packed"),
+        "each number of packed tokens is a graph of its own",
+    ),
+    Mutant(
+        "flexpress/mask_mods.py",
+        "tensor.squeeze([i for i, used in enumerate(varies) if not used])",
+        "tensor.squeeze()",
+        named("compiled_lengths", "extents"),
+        "an exported program drops dimensions that are 1 by chance",
+    ),
+    Mutant(
+        "codegen/plan/extras.py",
+        "return wanted or scale <= SMALLEST_SCALE",
+        "return wanted",
+        named("sinks", "tiny"),
+        "a backward pass takes scaled scores for unscaled ones",
+    ),
+    Mutant(
+        "flexpress/fakes.py",
+        "if shapes_alone and others:",
+        "if False:",
+        named("serving", "without_values"),
+        "an operator returns memory that nobody wrote",
+    ),
+    Mutant(
+        "codegen/device/cpp_compiler.py",
+        "if isinstance(why, CompilerStopped):",
+        "if False:",
+        named("cpp", "stopped"),
+        "a compiler that was killed once is given up",
+    ),
+    Mutant(
+        "flexpress/splits.py",
+        "causal if mask_mod is None else mask_mod",
+        "mask_mod or causal",
+        named("cached", "by_none"),
+        "a mod whose truth is False is left out",
+    ),
+    Mutant(
+        "flexpress/flash_attn/kvcache.py",
+        "    if bring is not None:\n        bring()\n",
+        "",
+        named("flash_attn_cache", "padding"),
+        "keys behind left padding are never copied",
+    ),
+    Mutant(
         "codegen/text/expressions.py",
         "if id(node) in self.deciding",
         "if False",
