@@ -18,7 +18,7 @@ from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
 from flexpress.shared_attention import Together, attend_shared, check_contents_of, check_shared, is_worthwhile
 from flexpress.shared_prefix import SharedPrefix, SharedTables
-from flexpress.sinks import check_sinks
+from flexpress.sinks import check_sinks, read_sinks
 
 from .codegen.mod.capture import name_of
 from .codegen.mod.dtypes import dtype_name
@@ -217,7 +217,7 @@ def attention_after(
     if scale is not None:
         scale_of(scale, None, query)
     if sinks is not None:
-        check_sinks(sinks, query.shape[1], query.device)
+        read_sinks(sinks, query.shape[1], query.device)
         check_sinks_learn_nothing(sinks)
 
     def attend(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

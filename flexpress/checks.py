@@ -178,8 +178,16 @@ def block_size(value) -> tuple[int, int]:
     """BLOCK_SIZE as (Q, KV): one size for both, or a pair."""
     what = "a positive integer, or a pair of them for queries and keys"
     if isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool):
-        return (int(extent("BLOCK_SIZE", value, 1)),) * 2  # a graph of torch's compiler is of one size
-    return tuple(int(extent(f"BLOCK_SIZE[{i}]", n, 1)) for i, n in enumerate(pair("BLOCK_SIZE", value, 1, what)))
+        return (_block("BLOCK_SIZE", value),) * 2
+    return tuple(_block(f"BLOCK_SIZE[{i}]", n) for i, n in enumerate(pair("BLOCK_SIZE", value, 1, what)))
+
+
+def _block(name: str, value) -> int:
+    """Of any number of positions that torch can count, also more than there are."""
+    number = int(whole(name, value, 1))  # a graph of torch's compiler is of one size
+    if number >= 1 << 63:
+        raise ValueError(f"{name} is {number}; it must be at most {(1 << 63) - 1}")
+    return number
 
 
 def autocast(*tensors):

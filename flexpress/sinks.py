@@ -13,7 +13,8 @@ def check_sinks(sinks, heads: int, device: torch.device) -> None:
     """Raises TypeError or ValueError for what are no sinks of so many query heads."""
     if not isinstance(sinks, torch.Tensor):
         raise TypeError(f"sinks must be a tensor of shape ({heads},), a logit for each query head, got {type(sinks).__name__}")
-    check_kind("sinks", sinks)
+    if sinks.is_nested:  # which has no shape to compare
+        check_kind("sinks", sinks)
     if sinks.shape != (heads,):
         raise ValueError(f"sinks must have shape ({heads},), a logit for each head of query, got {tuple(sinks.shape)}")
     if sinks.dtype not in checks.DTYPES:

@@ -129,10 +129,9 @@ def test_errors_show_the_shapes():
         index_first_axis(torch.ones(3), torch.tensor([0]))
 
 
-def test_packing_inside_compiled_functions(monkeypatch):
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+def test_packing_inside_compiled_functions():
     """How many tokens there are is in no graph."""
-    for name in ("capture_dynamic_output_shape_ops", "capture_scalar_outputs"):
-        monkeypatch.setattr(torch._dynamo.config, name, True)
     torch._dynamo.reset()
     hidden = torch.randn(2, 6, 3)
     for pack, masks in (
