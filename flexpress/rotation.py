@@ -165,11 +165,9 @@ def _check_forms(x, rope, positions, cu_seqlens_q) -> None:
     of_sequences = cu_seqlens_q is not None
     if of_sequences and x.ndim == 4:
         raise ValueError(_FOR_TOKENS.format(described(x)))
-    counts = positions.shape[:1] if of_sequences else x.shape[:1]
-    for name, tensor, shape in (
-        ("positions", positions, counts),
-        ("cu_seqlens_q", cu_seqlens_q, (len(positions) + 1,) if of_sequences else ()),
-    ):
+    sequences = positions.shape[0] if positions.ndim else 0
+    counts = (sequences,) if of_sequences else x.shape[:1]
+    for name, tensor, shape in (("positions", positions, counts), ("cu_seqlens_q", cu_seqlens_q, (sequences + 1,) if of_sequences else ())):
         if tensor is not None and (tensor.dtype != torch.int32 or tensor.shape != shape):
             raise ValueError(f"{name} must be torch.int32 {tuple(shape)} on {x.device}, got {described(tensor)}")
 

@@ -189,6 +189,11 @@ BAD_TURNS = {
     "a wide table": (dict(rope=rope_table(20, 32)), ValueError, "rope_dim up to the 16 of x, got torch.float32 .20, 16, 2."),
     "a table that learns": (dict(rope=rope_table(20, 16).requires_grad_()), NotImplementedError, "pass rope.detach"),
     "positions": (dict(positions=[1, 2, 3]), ValueError, r"positions must be torch.int32 \(2,\) on cpu, got torch.int32 \(3,\)"),
+    "one position for all": (
+        dict(x=FLAT, positions=torch.tensor(3).int(), cu_seqlens_q=[0, 6]),
+        ValueError,
+        r"positions must be torch.int32 \(",
+    ),
     "int64 positions": (dict(positions=torch.tensor([1, 2])), ValueError, r"positions must be torch.int32 \(2,\)"),
     "positions of tokens": (dict(x=FLAT), ValueError, r"positions must be torch.int32 \(6,\)"),
     "ragged and dense": (dict(cu_seqlens_q=[0, 4, 8]), ValueError, r"cu_seqlens_q is for x \(T, H, D\), got torch.float32 \(2, 3, 4, 16\)"),
