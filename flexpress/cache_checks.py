@@ -92,9 +92,7 @@ def check_batch(
     if page_table is not None and cache_loc is not None:
         page_table, cache_loc = _named_rows(page_table, cache_loc, looks(check, tokens)), None
     most = tokens.shape[2 if cu_seqlens_q is None else 0]
-    if max_q_len is not None and type(max_q_len) is not torch.SymInt:
-        max_q_len = int(max_q_len)
-    max_q = most if max_q_len is None else min(max_q_len, most)
+    max_q = most if max_q_len is None else min(whole("max_q_len", max_q_len), most)
     return Cached(cu_seqlens_q, max_q, kv_len, cache_loc, page_table, k_scale, v_scale), q_offset
 
 

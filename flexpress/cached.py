@@ -217,7 +217,7 @@ def attention_after(
     if scale is not None:
         scale_of(scale, None, query)
     if sinks is not None:
-        read_sinks(sinks, query.shape[1], query.device)
+        problem.sinks = read_sinks(sinks, query.shape[1], query.device)
         check_sinks_learn_nothing(sinks)
 
     def attend(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

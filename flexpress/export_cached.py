@@ -19,7 +19,7 @@ from .codegen.export.cached import CachedFile, ExportedCache
 from .codegen.export.cached_cpu import CachedCppFile
 from .codegen.export.file import beside
 from .codegen.mod.dtypes import dtype_name
-from .codegen.mod.trace import check_parameters
+from .codegen.mod.trace import check_wrapped
 
 
 def export_cached(
@@ -125,9 +125,7 @@ def _mods(
         allowed = kv_idx <= position(b, q_idx) if mask_mod is None else mask_mod(b, h, position(b, q_idx), kv_idx)
         return allowed & (kv_idx < kv_len[b])
 
-    for mod, kind in ((score_mod, "score"), (mask_mod, "mask")):
-        if mod is not None:
-            check_parameters(mod, kind)
+    check_wrapped(score_mod, mask_mod)
     # one query, the last position, sees all that there is
     masked = mask_mod is not None or q_len > 1 or q_offset is not None or cu_q is not None
     return bound_mod(None if score_mod is None else score, "score", device), bound_mod(mask if masked else None, "mask", device)

@@ -11,7 +11,7 @@ from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod, causal
 
 from .codegen.mod.capture import plain
-from .codegen.mod.trace import check_parameters
+from .codegen.mod.trace import check_wrapped
 
 MOST_SPLITS = 1 << 16
 
@@ -47,7 +47,8 @@ def split_attention(
 
     Raises ValueError or TypeError for arguments, and what cached_attention raises. Method: flash decoding (Dao et al. 2023).
     """
-    splits = _checked(splits, score_mod, mask_mod)
+    splits = _checked(splits)
+    check_wrapped(score_mod, mask_mod)
     check_plain("query", query, "(B, H, Q_LEN, D)")
     check_table("kv_len", kv_len, (query.shape[0],), torch.int32, query.device)
     B, _, Q_LEN, _ = query.shape
@@ -82,13 +83,10 @@ def split_attention(
     return out.unflatten(0, (splits, B)), lse.unflatten(0, (splits, B))
 
 
-def _checked(splits, score_mod, mask_mod) -> int:
+def _checked(splits) -> int:
     splits = whole("splits", splits, 1)
     if splits > MOST_SPLITS:
         raise ValueError(f"splits is {splits}; it must be at most {MOST_SPLITS}: each is as many sequences as the call has")
-    for mod, kind in ((score_mod, "score"), (mask_mod, "mask")):
-        if mod is not None:  # what is made of it says nothing of its parameters
-            check_parameters(mod, kind)
     return splits
 
 

@@ -173,34 +173,35 @@ def test_code_is_compiled_once_and_kept_for_its_user_alone(tmp_path, monkeypatch
             module.attention(*tensors("cpu", Z=1, Q_LEN=40, KV_LEN=40))
 
 
-def test_a_library_of_another_user_is_not_loaded(tmp_path, monkeypatch):
-    q, k, v = tensors("cpu", Z=1, Q_LEN=40, KV_LEN=40)
-    folder = tmp_path / "cache"
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A file's path, what it was called with and what that gave, and the library that it has kept."""
+    call, folder = tensors("cpu", Z=1, Q_LEN=40, KV_LEN=40), tmp_path / "cache"
     monkeypatch.setenv("FLEXPRESS_EXPORTED_DIR", str(folder))
-    path, module = saved(tmp_path, q, k, v)
-    right = module.attention(q, k, v)
+    path, module = saved(tmp_path, *call)
+    right = module.attention(*call)
     (library,) = folder.iterdir()
+    return path, call, right, library
+
+
+def test_a_library_of_another_user_is_not_loaded(tmp_path, kept):
+    path, call, right, library = kept
     elsewhere = tmp_path / library.name
     os.replace(library, elsewhere)
     library.symlink_to(elsewhere)  # as anybody can make a link to a file of theirs
-    assert torch.equal(load(path).attention(q, k, v), right)
+    assert torch.equal(load(path).attention(*call), right)
     assert not library.is_symlink()
 
 
-def test_a_library_that_was_cut_short_is_made_anew(tmp_path, monkeypatch):
+def test_a_library_that_was_cut_short_is_made_anew(kept):
     """As a machine leaves it that was switched off; in the middle, where the loader would end the process."""
-    q, k, v = tensors("cpu", Z=1, Q_LEN=40, KV_LEN=40)
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("FLEXPRESS_EXPORTED_DIR", str(folder))
-    path, module = saved(tmp_path, q, k, v)
-    right = module.attention(q, k, v)
-    (library,) = folder.iterdir()
+    path, call, right, library = kept
     whole = library.read_bytes()
     for length in (0, 100, len(whole) // 2):
         library.unlink()  # this process has the file that it was loaded from
         library.write_bytes(whole[:length])
-        assert torch.equal(load(path).attention(q, k, v), right)
-        (library,) = folder.iterdir()
+        assert torch.equal(load(path).attention(*call), right)
+        (library,) = library.parent.iterdir()
         assert len(library.read_bytes()) == len(whole)
 
 

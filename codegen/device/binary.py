@@ -183,11 +183,11 @@ def _write(name: str, compiled: Compiled) -> None:
 def _read(name: str) -> Compiled | None:
     """A variant from disk; None if it is absent, truncated or edited. What is returned is what was hashed: no file is read twice."""
     try:
-        record = json.loads(folder.read(f"{name}.json") or b"")
+        record = folder.note(f"{name}.json")
         (metadata_kind, metadata_hash), (extension, code_hash) = record["hashes"].items()
         contents = [folder.read(f"{name}.{kind}") or b"" for kind in (metadata_kind, extension)]
         if [hashlib.sha256(content).hexdigest() for content in contents] != [metadata_hash, code_hash]:
             return None
         return Compiled(*contents, extension, dict(record["signature"]))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None

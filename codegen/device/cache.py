@@ -91,12 +91,12 @@ def _remember(spec: KernelSpec, kernel: PrintedKernel) -> None:
 def recall(spec: KernelSpec) -> PrintedKernel | None:
     """The kernel of `spec` if an earlier process printed it and its file is as it was written."""
     try:
-        place, note = folder.path(), json.loads(folder.read(_index(spec)) or b"")
+        place, note = folder.path(), folder.note(_index(spec))
         name = Path(note["file"]).name
         content = folder.read(name) or b""
         if place and hashlib.sha256(content).hexdigest() == note["sha256"]:
             return PrintedKernel(place / name, content.decode("utf-8"))
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         pass
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +42,7 @@ def entries() -> list[Entry]:
             _add(found.setdefault(name, Entry(name)), place / file.name, file.bytes, file.used)
     for file in files:
         if file.name.endswith(".spec"):
-            note = _note(file.name)
+            note = folder.note(file.name, counts=False)
             entry = found.get(Path(note["file"]).stem) if isinstance(note.get("file"), str) else None
             if entry is None:
                 entry = found.setdefault("", Entry(""))
@@ -57,7 +56,7 @@ def _add(entry: Entry, file: Path, size: int, used: float) -> None:
     entry.files.append(file)
     entry.bytes, entry.used = entry.bytes + size, max(entry.used, used)
     if file.name.endswith(".metadata.json"):
-        target = _note(file.name).get("target")
+        target = folder.note(file.name, counts=False).get("target")
         if isinstance(target, dict):
             arch = target.get("arch")
             entry.targets.add(f"sm_{arch}" if isinstance(arch, int) else str(arch))
@@ -69,15 +68,6 @@ def _describe(entry: Entry, note: dict) -> None:
     entry.made = note["made"] if isinstance(note.get("made"), float) else None
     if not entry.targets and "backend" in note:
         entry.targets.add(str(note["backend"]))
-
-
-def _note(name: str) -> dict:
-    """The JSON of a file of the folder, {} if it is none."""
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(folder.read(name, counts=False) or b"")
-        if isinstance(found, dict):
-            return found
-    return {}
 
 
 def clear() -> tuple[int, int]:

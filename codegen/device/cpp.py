@@ -85,10 +85,10 @@ def _write(name: str, code: bytes) -> None:
 def _read(name: str) -> bytes | None:
     """Compiled code from disk; None if it is absent, truncated or edited."""
     try:
-        noted = json.loads(folder.read(f"{name}.json") or b"")["hashes"]["so"]
+        noted = folder.note(f"{name}.json")["hashes"]["so"]
         code = folder.read(f"{name}.so") or b""
         return code if hashlib.sha256(code).hexdigest() == noted else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (KeyError, TypeError):
         return None
 
 

@@ -12,6 +12,7 @@ the temporary files, or else stay in memory; that is said once.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import stat
@@ -149,6 +150,15 @@ def read(name: str, counts: bool = True) -> bytes | None:
         with contextlib.suppress(OSError):
             os.utime(folder / name)
     return content
+
+
+def note(name: str, counts: bool = True) -> dict:
+    """The JSON object of a file of the folder, {} if it holds none. `counts` as for `read`."""
+    with contextlib.suppress(ValueError, RecursionError):  # the latter of one that is nested too deep
+        found = json.loads(read(name, counts) or b"")
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def write(name: str, content: bytes) -> Path | None:

@@ -46,7 +46,7 @@ class _Bucket:
 
     traces: tuple[Traced, ...] = ()
     every_call: str = ""
-    graphs: dict[frozenset, set[int]] = field(default_factory=dict)
+    graphs: dict[frozenset, set[str]] = field(default_factory=dict)
 
 
 _buckets: dict[tuple, _Bucket] = Table("mods", 1024)
@@ -129,12 +129,10 @@ def _count(bucket: _Bucket, traced: Traced) -> None:
     if len(bucket.graphs) >= _PER_BUCKET:
         bucket.graphs.clear()
     graph, found = traced.graph, bucket.graphs.setdefault(traced.codes, set())
-    if len(found) > _GRAPHS:
+    text = text_of(graph)  # a mod of a compiler's graph has a line of its own each time, and one text
+    if len(found) > _GRAPHS or text in found:
         return
-    before = len(found)
-    found.add(hash(text_of(graph)))  # a mod of a compiler's graph has a line of its own each time, and one text
-    if len(found) == before:
-        return
+    found.add(text)
     if len(found) > _GRAPHS:
         warnings.warn(
             f"{graph.kind}_mod {graph.name} has become {len(found)} different kernels: values that Python itself consumes "

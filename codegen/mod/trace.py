@@ -66,6 +66,13 @@ class Traced:
         return [values[place] for place in self.places]
 
 
+def check_wrapped(score_mod, mask_mod) -> None:
+    """check_parameters of those that there are, before something is made of them that says nothing of their parameters."""
+    for mod, kind in ((score_mod, "score"), (mask_mod, "mask")):
+        if mod is not None:
+            check_parameters(mod, kind)
+
+
 def check_parameters(mod, kind: str) -> None:
     """Raises ModError, or TypeError, for what cannot be called with a mod's arguments."""
     if not callable(mod):
