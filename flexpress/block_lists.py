@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from .codegen.device.streams import MadeOn
 from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import check_kind
 from .codegen.plan.tiles import BLOCK
@@ -137,8 +138,8 @@ def transposed_lists(lists: BlockLists, KV_LEN: int) -> BlockLists:
         captured = capturing(lists)
         found = made_transposed(lists, KV_LEN, wait=not captured)
         if not captured:
-            lists.transposed[KV_LEN] = found
-    return found
+            lists.transposed[KV_LEN] = found.kept()
+    return found.ready()
 
 
 def made_transposed(lists: BlockLists, KV_LEN: int, wait: bool) -> BlockLists:
@@ -184,15 +185,15 @@ def _pooled(status: torch.Tensor, dim: int, was: int, now: int, length: int, red
     return reduce(found, dim + 1)
 
 
-def mask_mod_of_lists(mask_mod: Callable, status: torch.Tensor, size: tuple[int, int]) -> Callable:
-    """The mask_mod that hides what lists of blocks of `size` hide, and asks `mask_mod` in partial blocks alone."""
+def mask_mod_of_lists(mask_mod: Callable, status: torch.Tensor, size: tuple[int, int]) -> tuple[Callable, Callable, MadeOn]:
+    """A mask_mod; one that hides what lists of blocks of `size` hide, and asks it in partial blocks alone; and where `status`, which that
+    one reads, is made."""
     (q_block, kv_block), by_batch, by_head = size, status.shape[0] > 1, status.shape[1] > 1
-
-    mask_mod = plain(mask_mod)
+    given, mask_mod, status = mask_mod, plain(mask_mod), status.contiguous()
 
     def listed(b, h, q_idx, kv_idx):
         found = status[b if by_batch else 0, h if by_head else 0, q_idx // q_block, kv_idx // kv_block]
         return (found == 2) | ((found == 1) & mask_mod(b, h, q_idx, kv_idx))
 
     listed.__name__ = f"{name_of(mask_mod)}_in_listed_blocks"
-    return listed
+    return given, listed, MadeOn([status])

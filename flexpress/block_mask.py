@@ -120,7 +120,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
     def _forget(self) -> None:
         """What is derived from lists and lengths is to be made anew."""
         self._walked: BlockLists | None = None  # the lists that kernels walk
-        self._walked_mod: tuple[Callable, Callable] | None = None  # a mask_mod, and what it is in the blocks of those
+        self._walked_mod: tuple | None = None  # of mask_mod_of_lists, for those
         self._parts: dict[tuple, tuple[Callable, BlockMask]] = {}  # of ranks, and the mask_mod of which each was made
 
     @classmethod
@@ -171,17 +171,17 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
         walked = self._walked
         if walked is None:
             self._check_rows()
-            size, walked = kernel_size(self.BLOCK_SIZE, self._seq_lengths), self._lists
-            if size != self.BLOCK_SIZE:
-                walked = regridded(walked, size, self._seq_lengths)
+            size = kernel_size(self.BLOCK_SIZE, self._seq_lengths)
+            walked = self._lists if size == self.BLOCK_SIZE else regridded(self._lists, size, self._seq_lengths).kept()
             self._walked = None if capturing(walked) else walked
         if walked is self._lists or self._decided:
-            return walked, self.mask_mod
+            return walked.ready(), self.mask_mod
         mod = self._walked_mod
         if mod is None or mod[0] is not self.mask_mod:
-            mod = self.mask_mod, mask_mod_of_lists(self.mask_mod, self._status().contiguous(), self.BLOCK_SIZE)
+            mod = mask_mod_of_lists(self.mask_mod, self._status(), self.BLOCK_SIZE)
             self._walked_mod = None if capturing(walked) else mod
-        return walked, mod[1]
+        mod[2].wait()
+        return walked.ready(), mod[1]
 
     def _check_rows(self) -> None:
         rows = self._grid[0]

@@ -196,7 +196,9 @@ class Shards:
             lists, mod = mask[tuple(chosen)]._lists, self.mask_mod(mask.mask_mod)
             found = mask.mask_mod, BlockMask._made(mask.seq_lengths, lists, mod, decided_by=mod if mask._decided else None)
             if not capturing(lists):
+                lists.kept()
                 mask._parts[self.batch, self.heads] = found
+        found[1]._lists.ready()
         return found[1]
 
     def leaves_out_entries(self, mask) -> bool:

@@ -48,6 +48,8 @@ def adopt(mask, lengths: tuple[int, int]) -> BlockMask:
         made = BlockMask(lengths, *tables, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
         if not kept:
             return made
+        made._lists.kept()
         found = _adopted[mask] = state, tables, made  # holding the tensors, so that no other gets the id of one
     found[2].mask_mod = mask.mask_mod
+    found[2]._lists.ready()
     return found[2]

@@ -113,10 +113,12 @@ def backward_dkv(
 
     # these strides come in units of 16 bytes, so that the compiler knows that rows are aligned
     VECTOR: tl.constexpr = 8
-    stride_qz, stride_qh, stride_qm = stride_qz * VECTOR, stride_qh * VECTOR, stride_qm * VECTOR
-    stride_kz, stride_kh, stride_kn = stride_kz * VECTOR, stride_kh * VECTOR, stride_kn * VECTOR
-    stride_vz, stride_vh, stride_vn = stride_vz * VECTOR, stride_vh * VECTOR, stride_vn * VECTOR
-    stride_doz, stride_doh, stride_dom = stride_doz * VECTOR, stride_doh * VECTOR, stride_dom * VECTOR
+    stride_qz, stride_qh = stride_qz.to(tl.int64) * VECTOR, stride_qh.to(tl.int64) * VECTOR
+    stride_kz, stride_kh = stride_kz.to(tl.int64) * VECTOR, stride_kh.to(tl.int64) * VECTOR
+    stride_vz, stride_vh = stride_vz.to(tl.int64) * VECTOR, stride_vh.to(tl.int64) * VECTOR
+    stride_doz, stride_doh = stride_doz.to(tl.int64) * VECTOR, stride_doh.to(tl.int64) * VECTOR
+    stride_qm, stride_kn, stride_vn = stride_qm * VECTOR, stride_kn * VECTOR, stride_vn * VECTOR
+    stride_dom = stride_dom * VECTOR
 
     offs_n = kv_block * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = offs_n.to(tl.int64)[:, None]

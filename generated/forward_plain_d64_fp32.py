@@ -114,9 +114,10 @@ def forward(
 
     # these strides come in units of 16 bytes, so that the compiler knows that rows are aligned
     VECTOR: tl.constexpr = 4
-    stride_qz, stride_qh, stride_qm = stride_qz * VECTOR, stride_qh * VECTOR, stride_qm * VECTOR
-    stride_kz, stride_kh, stride_kn = stride_kz * VECTOR, stride_kh * VECTOR, stride_kn * VECTOR
-    stride_vz, stride_vh, stride_vn = stride_vz * VECTOR, stride_vh * VECTOR, stride_vn * VECTOR
+    stride_qz, stride_qh = stride_qz.to(tl.int64) * VECTOR, stride_qh.to(tl.int64) * VECTOR
+    stride_kz, stride_kh = stride_kz.to(tl.int64) * VECTOR, stride_kh.to(tl.int64) * VECTOR
+    stride_vz, stride_vh = stride_vz.to(tl.int64) * VECTOR, stride_vh.to(tl.int64) * VECTOR
+    stride_qm, stride_kn, stride_vn = stride_qm * VECTOR, stride_kn * VECTOR, stride_vn * VECTOR
 
     Q += z.to(tl.int64) * stride_qz + h.to(tl.int64) * stride_qh
     K += z_kv.to(tl.int64) * stride_kz + h_kv.to(tl.int64) * stride_kh

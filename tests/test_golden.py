@@ -166,6 +166,7 @@ OTHERS = {  # branches of the templates that the prints in generated/ do not hav
     "dq, blocks elsewhere": lambda: backward_compilations("sm_90", *make("softcap", "document"), whole=False, shifted=True)["dq"],
     "hopper backward, blocks elsewhere": lambda: hopper_backward_compilations(*make("alibi", "document"), blocks=SHIFTED)["fused"],
     "hopper backward, slices": lambda: hopper_backward_compilations(*make("softcap", "causal"), **MLA, blocks=STARTS)["fused"],
+    "hopper backward, twice": lambda: hopper_backward_compilations(*make("softcap", "causal"), head_dim=160, blocks=STARTS)["fused"],
     "hopper backward, wide": lambda: hopper_backward_compilations(*make("softcap", "causal"), head_dim=256)["fused"],
     "hopper backward, delta": lambda: hopper_backward_compilations(*make("causal"))["delta"],
     "tangent": lambda: tangent_compilations("sm_90", *make("softcap", "document"), starts=True)["tangent"],

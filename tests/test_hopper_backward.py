@@ -54,6 +54,12 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
     "packed sequences, head dims 96 and 80": dict(packed=[[70, 0, 1, 180]], mask=mods.causal, dims=(96, 80)),
     "packed sequences, head dims 24 and 32": dict(packed=[[70, 0, 1, 180]], mask=mods.causal, dims=(24, 32), megabytes=0),
     "head dims 192 and 128": dict(dims=(192, 128), megabytes=0, lengths=(100, 140)),
+    "head dims 192 and 160": dict(dims=(192, 160), megabytes=0, lengths=(100, 140), heads=(4, 2)),
+    "head dims 136 and 192, many blocks, alibi, causal": dict(
+        dims=(136, 192), score=mods.alibi(torch.tensor([0.5, 0.1])), mask=mods.causal, lengths=(500, 470), programs=3
+    ),
+    "head dim 160, softcap, shared keys": dict(dims=(160, 160), score=mods.softcap(2.0), batches=(2, 1), lengths=(130, 257)),
+    "packed sequences, head dim 192": dict(packed=[[70, 0, 1, 180]], mask=mods.causal, dims=(192, 192)),
     "head dim 256": dict(dims=(256, 256), megabytes=0, lengths=(100, 140)),
     "head dims 192 and 128, many blocks": dict(dims=(192, 128), heads=(1, 1), lengths=(700, 70)),
     "head dim 256, many blocks": dict(dims=(256, 256), heads=(1, 1), lengths=(700, 70)),

@@ -5,6 +5,7 @@ arguments          what a launch hands over
 tma                descriptors of tensors
 memory, counters   what kernels write to, and count on
 devices            what a device is
+streams            what one stream makes for others
 
 cache              printed kernels on disk and in memory
 folder, contents   the folder that holds them, and what lies in it

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..gpus import WIDEST_TILE
 from ..registry import remembered
 
+FARTHEST_ROWS = 1 << 23  # elements from one row to the next: offsets inside a block, of up to 256 rows, are 32 bits
 STRIDES = {t: tuple(f"stride_{t}{d}" for d in dims) for t, dims in (("q", "zhmd"), ("k", "zhnd"), ("v", "zhnd"), ("o", "zhm"))}
 
 
@@ -24,10 +25,17 @@ class Geometry:
 
 @remembered("geometries", 4096)
 def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple) -> Geometry:
-    """The geometry of q, k, v (their shapes and strides) and out; a dimension of size 1 has stride 0."""
+    """The geometry of q, k, v (their shapes and strides) and out; a dimension of size 1 has stride 0. NotImplementedError for rows that are
+    FARTHEST_ROWS apart."""
     (_, Hq, Q_LEN, _), (_, Hkv, KV_LEN, _), (Zkv, *_) = shapes
     known = [tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True)) for shape, stride in zip(shapes, strides, strict=True)]
     units = tuple(s[3] == 1 or shape[3] == 1 for s, shape in zip(known, shapes, strict=True))
+    for t, s in zip(("query", "key", "value"), known, strict=True):
+        if s[2] > FARTHEST_ROWS:
+            raise NotImplementedError(
+                f"{t}: positions lie {s[2]} elements apart in memory, and kernels reach {FARTHEST_ROWS}; give a copy in which they lie closer, "
+                f"as {t}.contiguous() does"
+            )
     vector = 16 // itemsize
     aligned, found = [], {"Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     for t, s in zip("qkv", known, strict=True):

@@ -128,9 +128,9 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
 
 
 def padded(d_qk: int, d_v: int) -> tuple[int, int]:
-    """Head dims as the kernel computes with them: 64, 128 and 256, and 192 for Q and K. dV leaves through buffers of dQ, no narrower."""
+    """Head dims as the kernel computes with them: 64, 128, 192 and 256. dV leaves through buffers of dQ, no narrower."""
     if d_v > 128:
-        return 256, 256
+        return (192, 192) if max(d_qk, d_v) <= 192 else (256, 256)
     if d_qk > 128:
         return 192, 128
     d_v = max(32, round_up_head_dim(d_v))
@@ -152,9 +152,9 @@ def hopper_backward_tile(case: BackwardCase, score: Mod | None, mask: Mod | None
     """The tile for a case. Up to head dim 64, 128 query rows halve the number of barriers: 9 % faster under a causal mask. At 64 a
     score_mod would spill up to 1900 bytes, and is as fast with 64 rows; at 32 only gradients of captured tensors would. Dropout takes
     registers, too."""
-    if case.d_v > 128:
-        return HopperBackwardTile(64, BLOCK_N=64)
     widest = padded(case.d_qk, case.d_v)[0]
+    if widest == 256:
+        return HopperBackwardTile(64, BLOCK_N=64)
     light = not case.captured if widest == 32 else not score and not (mask and mask[0].tensors)
     whole = not case.blocks or case.blocks.q_block % 128 == 0
     return HopperBackwardTile(128 if widest <= 64 and light and whole and not case.extras.dropout else 64)
@@ -216,13 +216,11 @@ def _spec(
     flags = {
         "LANGUAGE": GLUON.name,
         "DTYPE": dtype_name(case.dtype),
-        "D_QK": case.d_qk,
-        "D_V": case.d_v,
-        "D_QK_ROUNDED": d_qk,
-        "D_V_ROUNDED": d_v,
         "WIDE": d_v == 256,
+        "TWICE": d_v == 192,
+        **_head_dims("QK", case.d_qk, d_qk),
+        **_head_dims("V", case.d_v, d_v),
         "SLICES": slices,
-        "D_QK_SLICE": d_qk // slices,
         "QK_COLUMNS": summed_columns(case.d_qk, d_qk),
         "V_COLUMNS": summed_columns(case.d_v, d_v),
         "DK_PARTS": parts_of(case.d_qk, d_qk, least),
@@ -246,9 +244,22 @@ def _spec(
         "DROPOUT": case.extras.dropout,
         "imports_triton": any("tl" in m.modules for m in mods),
     }
-    template = "hopper_backward" + ("_wide" if flags["WIDE"] else "_sliced" if slices > 1 else "")
+    template = "hopper_backward" + ("_wide" if flags["WIDE"] else "_twice" if flags["TWICE"] else "_sliced" if slices > 1 else "")
     parameters = _parameters(case, tile, dq_columns, mods, buffers)
     return KernelSpec(template, (score, mask), tuple(flags.items()), "cuda", parameters)
+
+
+def _head_dims(name: str, d: int, padded_dim: int) -> dict[str, int]:
+    """The flags of a head dim. 192 columns lie in slices of 64, of which the last one has a REST that is not all padding."""
+    slices = 3 if padded_dim == 192 else 1
+    rest = round_up_head_dim(d - 128) if slices > 1 else 0
+    return {
+        f"D_{name}": d,
+        f"D_{name}_ROUNDED": padded_dim,
+        f"{name}_SLICES": slices,
+        f"D_{name}_SLICE": padded_dim // slices,
+        f"{name}_REST": rest,
+    }
 
 
 def _parameters(
@@ -256,8 +267,7 @@ def _parameters(
 ) -> tuple[Parameter, ...]:
     blocks, dtype, M, N = case.blocks, dtype_name(case.dtype), tile.BLOCK_M, tile.BLOCK_N
     starts = blocks is not None and blocks.starts
-    d_qk, d_v = padded(case.d_qk, case.d_v)
-    d_qk //= 3 if d_qk == 192 else 1
+    d_qk, d_v = (64 if d == 192 else d for d in padded(case.d_qk, case.d_v))  # of a slice
     sizes = ["Z", "Zkv", "Hq", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", *strides("dq"), "SM_SCALE", "TO_LOG2"]
     sizes += [*case.extras.numbers, *list_numbers(blocks, "q"), *(strides("dk", "dv") if starts else [])]
     return (

@@ -38,7 +38,8 @@ class DotRows(NamedTuple):
         found = captured[self.tensor].detach()
         if found.numel() == 0:  # as one row of zeros, beyond which all is zero, too
             found = found.new_zeros([*[1] * (found.ndim - 1), max(1, found.shape[-1])])
-        found = found if found.data_ptr() % 16 == 0 else found.clone(memory_format=torch.contiguous_format)
+        if found.data_ptr() % 16:  # a copy, whose rows begin as far apart
+            found = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=found.device).copy_(found)
         order = [self.symbols.index(s) for s in ("b", "h", *self.symbols) if s in self.symbols]
         found = found.permute(*dict.fromkeys(order), len(self.symbols))
         for dim, symbol in enumerate(("b", "h")):

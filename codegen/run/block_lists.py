@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..device.memory import META
+from ..device.streams import MadeOn
 from ..mod.expr import INDEX_BOUND
 from ..plan.forward import Blocks, list_numbers, list_tables
 
@@ -70,6 +71,18 @@ class BlockLists:
     def transposed(self) -> dict[int, BlockLists]:
         """The transposed lists, by KV_LEN, where they were made."""
         return {}
+
+    def kept(self) -> BlockLists:
+        """These, which were made just now and serve later calls: `ready` waits for them on other streams."""
+        self.__dict__["made_on"] = MadeOn(self.tables)
+        return self
+
+    def ready(self) -> BlockLists:
+        """These, when the current stream may read them."""
+        made_on = self.__dict__.get("made_on")
+        if made_on is not None:
+            made_on.wait()
+        return self
 
     @functools.cached_property
     def structure(self) -> tuple:

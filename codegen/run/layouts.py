@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..device.memory import empty
+from ..plan.geometry import FARTHEST_ROWS
 from ..registry import remembered
 
 
@@ -37,12 +38,12 @@ def _ordered(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> tuple[
 
 
 def with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its rows are contiguous and 16-byte steps apart where they can be, else a copy."""
+    """The tensor itself if its rows are contiguous, not too far apart, and 16-byte steps apart where they can be, else a copy."""
     return tensor if _has_rows(tensor.shape, tensor.stride(), 16 // tensor.element_size()) else tensor.contiguous()
 
 
 @remembered("checked strides of the backward pass", 4096)
 def _has_rows(shape: tuple, strides: tuple, vector: int) -> bool:
-    if strides[3] != 1 and shape[3] > 1:
+    if strides[3] != 1 and shape[3] > 1 or strides[2] > FARTHEST_ROWS and shape[2] > 1:
         return False
     return shape[3] % vector != 0 or not any(s % vector for s, n in zip(strides[:3], shape, strict=False) if n > 1)

@@ -104,6 +104,7 @@ class Addresses:
             return code
         step = language.argument(f"stride_{capture.name}_{dim}", "vectors" if stride == "v" else "stride", load.attr, dim)
         if stride == "v":
+            step = language.cast(step, torch.int64) if self.layouts[load.attr].wide else step
             step = language.operate(step, "*", language.literal(16 // capture.dtype.itemsize))
         return language.operate(code, "*", step)
 
