@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from flexpress import create_block_mask, explain, flex_attention, mods
 from flexpress.codegen import registry
 from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.plan.hopper_dots import DotRows
 from flexpress.codegen.run.backward import backward
 from flexpress.codegen.run.call import Bound, Inputs
 from flexpress.codegen.run.forward import forward
@@ -118,6 +119,15 @@ def test_other_rows_in_later_calls(monkeypatch):
         product[..., : kr.shape[1]] = qr.double() @ kr.double().transpose(1, 2)
         assert relative_error(out, dense_attention(q, k, v, lambda score, *_, product=product: score + product)[0]) < 5e-3
     assert len(launched) == 4
+
+
+def test_rows_at_an_odd_address_are_copied_as_they_lie():
+    """TMA needs rows whole 16 bytes apart: of 20 elements, 24 apart, a copy has them 24 apart, too."""
+    rows = torch.randn(400).bfloat16()[1:].as_strided((15, 20), (24, 1))
+    lying = DotRows("Q_ROWS", 0, ("q_idx",)).lying([rows])
+    assert rows.data_ptr() % 16 == 2 and lying.data_ptr() % 16 == 0
+    assert lying.stride()[2:] == (24, 1)
+    assert torch.equal(lying[0, 0], rows)
 
 
 @pytest.mark.gpu

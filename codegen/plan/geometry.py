@@ -33,8 +33,8 @@ def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple
     for t, s in zip(("query", "key", "value"), known, strict=True):
         if s[2] > FARTHEST_ROWS:
             raise NotImplementedError(
-                f"{t}: positions lie {s[2]} elements apart in memory, and kernels reach {FARTHEST_ROWS}; give a copy in which they lie closer, "
-                f"as {t}.contiguous() does"
+                f"{t}: positions lie {s[2]} elements apart in memory, and kernels reach {FARTHEST_ROWS}; give a copy in which they lie "
+                f"closer, as {t}.contiguous() does"
             )
     vector = 16 // itemsize
     aligned, found = [], {"Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
