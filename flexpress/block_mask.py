@@ -33,8 +33,8 @@ Index = int | slice | Sequence[int] | torch.Tensor
 class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, override]  # its attributes may be written to
     """A block-sparse mask.
 
-    seq_lengths           (Q_LEN, KV_LEN). May be set: other lengths in the same blocks; what lists name beyond them is dropped, and what
-                          they do not name stays hidden
+    seq_lengths           (Q_LEN, KV_LEN). May be set: other lengths in the same rows of blocks, or fewer; what lists name beyond them is
+                          dropped, for good, and what they do not name stays hidden
     BLOCK_SIZE            (Q block, KV block) in positions
     kv_num_blocks         int32 (B, H, rows): how many partial KV blocks each row of query blocks has; B and H may be 1
     kv_indices            int32 (B, H, rows, columns): which ones, ascending; entries past the count mean nothing
@@ -188,7 +188,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
         if self._lists.kv_indices.shape[2] < rows:
             raise ValueError(
                 f"kv_indices lists {self._lists.kv_indices.shape[2]} rows of blocks, but {self._seq_lengths[0]} queries in "
-                f"blocks of {self._lists.q_block} need {rows}: give from_kv_blocks the right seq_lengths"
+                f"blocks of {self._lists.q_block} need {rows}: make a mask for these seq_lengths, {self._seq_lengths}"
             )
 
     @property

@@ -21,7 +21,7 @@ def described(value) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value!r}"[:80]
     kind = "" if type(value) in _PLAIN else f"{type(value).__name__} "
-    return f"{kind}{value.dtype} {tuple(value.shape)} on {value.device}"
+    return f"{kind}{value.dtype} {'nested' if value.is_nested else tuple(value.shape)} on {value.device}"
 
 
 def check_plain(name: str, tensor, layout: str) -> None:

@@ -50,6 +50,8 @@ def check_are_tensors(**named) -> None:
     for name, given in named.items():
         if not isinstance(given, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+        if given.is_nested:
+            check_kind(name, given)
 
 
 def check_dim(tensor, dim) -> None:

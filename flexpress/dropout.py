@@ -32,11 +32,11 @@ def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout 
         raise TypeError(f"dropout_p must be a number from 0 to 1, got {type(p).__name__}")
     if not 0.0 <= p <= 1.0:  # NaN, too
         raise ValueError(f"dropout_p must be a number from 0 to 1, got {p}")
+    if isinstance(seed, torch.Tensor):
+        check_kind("dropout_seed", seed)
     if seed is not None and (not isinstance(seed, torch.Tensor) or seed.dtype != torch.int64 or seed.numel() != 1):
         shown = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, torch.Tensor) else type(seed).__name__
         raise TypeError(f"dropout_seed must be an int64 tensor of one element, got {shown}")
-    if seed is not None:
-        check_kind("dropout_seed", seed)
     if seed is not None and seed.device != device:
         raise ValueError(f"dropout_seed is on {seed.device}, but query is on {device}; move it: dropout_seed.to(query.device)")
     if p == 0:

@@ -96,7 +96,8 @@ def update_cache(
                   in the cache, such as -1; a position outside) is not written, nothing is read or written outside the tensors, and of
                   two tokens with one place any may stay
 
-    Other arguments as for cached_attention: kv_len counts the new positions, too. k_cache and v_cache are changed. Where they overlap, as
+    Other arguments as for cached_attention: kv_len counts the new positions, too. k_cache and v_cache are changed; their head dims must be
+    contiguous. Where they overlap, as
     values that are a view of the keys, key and value must agree there: of two numbers for one place any may stay. They may have another
     dtype than key and value have, float8_e4m3fn too, then k_scale and v_scale divide what is written. Returns the turned query, or None.
 

@@ -97,7 +97,7 @@ class MaskAttributes:
         return torch.Size(self.shape).numel()
 
     def sparsity(self) -> float:
-        """The percentage of positions that lie in empty blocks."""
+        """The percentage of blocks that are empty."""
         status = self._status()
         return 100.0 * (1.0 - torch.count_nonzero(status).item() / status.numel()) if status.numel() else 0.0
 

@@ -86,6 +86,8 @@ def plot_mask(
 
     Raises TypeError or ValueError for arguments, IndexError for a batch or head outside the mask.
     """
+    if not (path is None or isinstance(path, (str, os.PathLike)) or hasattr(path, "write")):
+        raise TypeError(f"path must be the name of a picture to write, as a str or a path, got {type(path).__name__}")
     mask = _block_mask(mask, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
     extents = mask.as_lists().kv_indices.shape[:2]
     for name, i, extent in (("batch", batch, extents[0]), ("head", head, extents[1])):

@@ -68,6 +68,15 @@ def has_values(tensor: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def flag(recipe: str, name: str, value: object) -> bool:
+    """`value` as a bool; TypeError for anything but bools, numpy's too, and 0 and 1: a tensor would be read, and a word counts as True."""
+    if isinstance(value, torch.SymBool):  # torch's compiler traces, and has no bool to look at
+        return value  # type: ignore[return-value]  # it acts as one
+    if (isinstance(value, numbers.Integral) or type(value).__name__ in ("bool", "bool_")) and value in (0, 1):
+        return bool(value)
+    raise TypeError(f"{recipe}(): {name} must be True or False, got {_described(value)}; pass one of them")
+
+
 def function(recipe: str, name: str, value: object, remedy: str) -> Callable:
     """`value` itself if it can be called, else TypeError."""
     if not callable(value):
@@ -79,6 +88,10 @@ def _tensor(recipe: str, name: str, value: object, shapes: tuple[tuple[str, ...]
     wanted = " or ".join(f"({', '.join(shape)}{',' * (len(shape) == 1)})" for shape in shapes)
     if not isinstance(value, Tensor):
         raise TypeError(f"{recipe}(): {name} must be a tensor of shape {wanted}, got {_described(value)}; make one with torch.tensor(...)")
+    if value.is_nested or value.is_quantized:
+        raise TypeError(
+            f"{recipe}(): {name} must be a tensor of shape {wanted}, got {_described(value)}; give its numbers in a plain tensor"
+        )
     if value.dim() not in {len(shape) for shape in shapes}:
         raise ValueError(f"{recipe}(): {name} must have shape {wanted}, got {tuple(value.shape)}; reshape or index it to that rank")
     return value
@@ -86,5 +99,6 @@ def _tensor(recipe: str, name: str, value: object, shapes: tuple[tuple[str, ...]
 
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+        kind = "a nested tensor of" if value.is_nested else f"a tensor of shape {tuple(value.shape)} and"
+        return f"{kind} dtype {value.dtype}"
     return f"{repr(value)[:80]} ({type(value).__name__})"

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._arguments import ScoreMod, float_tensor, whole_number
+from ._arguments import ScoreMod, flag, float_tensor, whole_number
 from ._made import picklable
 
 # A bucket may begin exactly at a whole distance (16, 32 and 64 by default), where a logarithm rounded down
@@ -115,6 +115,7 @@ def t5_bias(weight: Tensor, num_buckets: int = 32, max_distance: int = 128, bidi
 
 def _checked(recipe: str, num_buckets: int, max_distance: int, bidirectional: bool) -> tuple[int, int]:
     """n, in the letters of `t5_bucket`, and max_distance."""
+    flag(recipe, "bidirectional", bidirectional)
     buckets = whole_number(recipe, "num_buckets", num_buckets, "T5 has 32", minimum=4 if bidirectional else 2)
     if bidirectional and buckets % 2:
         raise ValueError(

@@ -11,7 +11,18 @@ import torch
 import torch.nn.attention.flex_attention as theirs
 
 import flexpress
-from flexpress import AuxOutput, AuxRequest, BlockMask, create_block_mask, create_mask, evaluate_mod, flex_attention, mods, varlen_attention
+from flexpress import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    ModError,
+    create_block_mask,
+    create_mask,
+    evaluate_mod,
+    flex_attention,
+    mods,
+    varlen_attention,
+)
 
 
 def tensor(*shape, **how):
@@ -349,3 +360,13 @@ def test_nested_tensors(layout):
     nested = torch.nested.nested_tensor([torch.randn(2, 20, 16), torch.randn(2, 30, 16)], layout=layout)
     with pytest.raises(NotImplementedError, match="key is a nested tensor; pack the sequences"):
         flex_attention(tensor(), nested, nested)
+    with pytest.raises(NotImplementedError, match="dropout_seed is a nested tensor"):
+        flex_attention(*[tensor()] * 3, dropout_p=0.1, dropout_seed=nested)
+    for read in (lambda q_idx: nested, lambda q_idx: nested[q_idx], lambda q_idx: nested[0, 0, q_idx, 0]):
+        with pytest.raises(ModError, match="captures \w+, which is a nested tensor; pack the sequences"):
+            flex_attention(*[tensor()] * 3, lambda s, b, h, q_idx, kv_idx, read=read: s + read(q_idx))
+    for recipe in (mods.alibi, mods.tree):
+        with pytest.raises(TypeError, match="must be a tensor of shape .* got a nested tensor of dtype torch.float32; give"):
+            recipe(nested)
+    with pytest.raises(TypeError, match="cap must be a number, got a nested tensor"):
+        mods.softcap(nested)

@@ -265,6 +265,8 @@ BAD = {
     "some slopes": (lambda: flash_attn_func(Q, K, K, alibi_slopes=SLOPES[:2]), ValueError, r"\(4,\) or \(2, 4\), got \(2,\)"),
     "slopes elsewhere": (lambda: flash_attn_func(Q, K, K, alibi_slopes=SLOPES.to("meta")), ValueError, "alibi_slopes are on meta"),
     "cu_seqlens": (lambda: VARLEN(Q[0], K[0], K[0], CU, CU, 3, 3), ValueError, "number of tokens"),
+    "no cu_seqlens_k": (lambda: VARLEN(Q[0], Q[0], Q[0], CU, None, 3, 3), TypeError, "cu_seqlens_k must be a tensor .* got None"),
+    "no cu_seqlens_k, causal": (lambda: VARLEN(Q[0], Q[0], Q[0], CU, None, 3, 3, causal=True), TypeError, "cu_seqlens_k must be .* None"),
     "other sequences": (lambda: VARLEN(Q[0], K[0], K[0], CU, CU[:2], 3, 3, causal=True), ValueError, "cu_seqlens_k must be"),
     "packed pairs": (lambda: flash_attn_varlen_kvpacked_func(Q[0], K[0], CU, CU, 3, 3), ValueError, r"kv must have shape \(total_k, 2"),
 }

@@ -115,6 +115,11 @@ def test_bad_arguments(arguments, error, message):
         plot_mask(*arguments)
 
 
+def test_a_path_that_is_none():
+    with pytest.raises(TypeError, match="path must be the name of a picture to write, as a str or a path, got int"):
+        plot_mask(mods.causal, Q_LEN=9, KV_LEN=9, path=0)
+
+
 def test_lengths_that_do_not_fit_a_block_mask():
     with pytest.raises(ValueError, match=r"Q_LEN=32 does not fit this BlockMask of shape \(1, 1, 64, 64\)"):
         plot_mask(create_block_mask(mods.causal, None, None, 64, 64, "cpu"), Q_LEN=32)

@@ -511,6 +511,12 @@ REFUSED = [
     (lambda: t5_bias(torch.ones(4, 32)), ValueError, "weight must have num_buckets = 32 rows"),
     (lambda: t5_bias(torch.ones(32)), ValueError, "weight must have shape (num_buckets, Hq), got (32,)"),
     (lambda: t5_bias(torch.ones(31, 4), 31), ValueError, EVEN),
+    (
+        lambda: t5_bias(torch.ones(32, 4), bidirectional=torch.ones(2)),
+        TypeError,
+        "bidirectional must be True or False, got a tensor of shape",
+    ),
+    (lambda: t5_bias(torch.ones(32, 4), bidirectional="no"), TypeError, "bidirectional must be True or False, got 'no'"),
     (lambda: t5_bias(torch.ones(2, 4), 2), ValueError, "num_buckets must be at least 4, got 2"),
     (lambda: t5_bias(torch.ones(1, 4), 1, 9, False), ValueError, "num_buckets must be at least 2, got 1"),
     (lambda: t5_bucket(IDS, 32, 8), ValueError, "max_distance must be at least 9, got 8"),

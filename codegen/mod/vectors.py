@@ -49,6 +49,8 @@ def as_vector(value):
 
 def _of_captured(tensor: torch.Tensor, index: tuple) -> Vector:
     """A captured tensor indexed in its first dimensions by scalars."""
+    if tensor.is_nested:  # it has no sizes, and is refused as one that is read
+        Run.current.tensor_index(tensor)
     shape = torch.Size(size_of(tensor, dim) for dim in range(len(index), tensor.ndim))
     row = row_of_view(tensor, index, shape[0]) if len(shape) == 1 and shape[0] > LONG else None
 

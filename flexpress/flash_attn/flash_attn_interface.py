@@ -249,6 +249,10 @@ def _attend(q, k, v, meaning: tuple, softmax_scale, deterministic, return_attn_p
 
 def _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning: tuple, softmax_scale, deterministic, return_attn_probs, sinks, dropout_p):
     """varlen_attention; `meaning` as read_options takes it."""
+    if cu_seqlens_k is None:
+        raise TypeError(
+            "cu_seqlens_k must be a tensor (sequences + 1,), got None; where queries and keys have the same lengths, pass cu_seqlens_q"
+        )
     shared = cu_seqlens_k is cu_seqlens_q
     batch, alibi_slopes = None, meaning[-1]
     if alibi_slopes is not None or not shared:  # what varlen_attention checks is read before
