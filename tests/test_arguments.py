@@ -363,7 +363,7 @@ def test_nested_tensors(layout):
     with pytest.raises(NotImplementedError, match="dropout_seed is a nested tensor"):
         flex_attention(*[tensor()] * 3, dropout_p=0.1, dropout_seed=nested)
     for read in (lambda q_idx: nested, lambda q_idx: nested[q_idx], lambda q_idx: nested[0, 0, q_idx, 0]):
-        with pytest.raises(ModError, match="captures \w+, which is a nested tensor; pack the sequences"):
+        with pytest.raises(ModError, match=r"captures \w+, which is a nested tensor; pack the sequences"):
             flex_attention(*[tensor()] * 3, lambda s, b, h, q_idx, kv_idx, read=read: s + read(q_idx))
     for recipe in (mods.alibi, mods.tree):
         with pytest.raises(TypeError, match="must be a tensor of shape .* got a nested tensor of dtype torch.float32; give"):
