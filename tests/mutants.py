@@ -1778,6 +1778,34 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
 ]
 VARIOUS = [
     Mutant(
+        "templates/_strides.jinja",
+        '{{ names | join(", ") }} = {{ names | join(".to(%s.int64) * VECTOR, " % tl) }}.to({{ tl }}.int64) * VECTOR',
+        '{{ names | join(", ") }} = {{ names | join(" * VECTOR, ") }} * VECTOR',
+        named("far_strides", "keys"),
+        "a stride of 2**31 elements wraps around",
+    ),
+    Mutant(
+        "codegen/text/addresses.py",
+        "step = language.cast(step, torch.int64) if self.layouts[load.attr].wide else step",
+        "pass",
+        named("far_strides", "bias"),
+        "so does that of a captured tensor",
+    ),
+    Mutant(
+        "templates/update_cache.py.jinja",
+        "head = tl.program_id(1).to(tl.int64)",
+        "head = tl.program_id(1)",
+        named("far_strides", "heads"),
+        "so does where the head of a cache begins",
+    ),
+    Mutant(
+        "codegen/device/streams.py",
+        "        stream.wait_event(self.event)\n",
+        "",
+        named("streams", "once"),
+        "a stream reads what another one is about to make",
+    ),
+    Mutant(
         "flexpress/packing.py",
         "(self.sequence_q.shape[0], self.sequence_k.shape[0])",
         "(len(self.sequence_q), len(self.sequence_k))",
