@@ -141,17 +141,20 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_MOST = 1 << 16  # heads, and positions of a page: the tensors of the example are made
+
+
 def _heads(text: str) -> tuple[int, int]:
     """ "16" or "32:8" as (Hq, Hkv)."""
     parts = [int(part) for part in text.split(":") if part.isdecimal() and int(part)]
-    if len(parts) != text.count(":") + 1 or len(parts) > 2 or parts[0] % parts[-1]:
+    if len(parts) != text.count(":") + 1 or len(parts) > 2 or parts[0] % parts[-1] or parts[0] > _MOST:
         raise argparse.ArgumentTypeError(f"{text!r} are no heads: write a number, or Hq:Hkv of which the first is a multiple of the second")
     return parts[0], parts[-1]
 
 
 def _page_size(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size of a page: write a whole number above 0")
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of a page: write a whole number from 1 to {_MOST}")
     return int(text)
 
 

@@ -113,6 +113,8 @@ def test_the_example_follows_the_heads(tmp_path, recipe):
     [
         (["export", "causal"], "the following arguments are required: -o"),
         (["export", "causal", "--heads", "3:2", "-o", "x"], "'3:2' are no heads"),
+        (["export", "causal", "--heads", "99999999", "-o", "x"], "'99999999' are no heads"),
+        (["export", "causal", "--page-size", "99999999", "-o", "x"], "write a whole number from 1 to 65536"),
         (["export", "causal", "--page-size", "0", "-o", "x"], "argument --page-size: '0' is no size of a page"),
         (["export", "causal", "--page-size", "-4", "-o", "x"], "argument --page-size"),
         (["export", "causal", "--head-dim", "300", "--backward", "-o", "x"], "exported files have backward kernels up to 256"),

@@ -209,7 +209,7 @@ SPILLED = {
     ("sm_80", "relative_bias d64 fp16"): 96,
     ("sm_80", "alibi causal d64 tf32, other options"): 8,
     ("sm_80", "alibi causal d128 bf16, pages of 16: decode"): 12,
-    ("sm_80", "update_cache"): 8,
+    ("sm_80", "update_cache"): 40,
     ("sm_80", "plain d128 bf16: combine"): 8,
     ("sm_80", "softcap sliding_window d128 bf16, groups of 12: combine"): 8,
     ("sm_80", "causal d128 bf16: tangent dkv"): 8,
