@@ -62,9 +62,9 @@ class _Attention(torch.autograd.Function):
         ctx.deterministic, ctx.raw, ctx.provisional, ctx.count = deterministic, rows.raw, rows.provisional, len(captured)
         ctx.count_all = len(captured) + len(mask_tensors)
         saved = q, k, v, out, rows.values, sinks, seed, *captured, *mask_tensors, *places
-        ctx.dtypes, ctx.strides, ctx.of_inference = [t if t is None else t.dtype for t in saved], out.stride(), {}
-        if len(saved) > 7 or seed is not None:  # autograd saves no tensor of inference mode, which has no version
-            ctx.of_inference = {i: t for i, t in enumerate(saved[6:], 6) if t is not None and t.is_inference()}
+        ctx.dtypes, ctx.of_inference = [t if t is None else t.dtype for t in saved], {}
+        if len(saved) > 7 or seed is not None or sinks is not None:  # autograd saves no tensor of inference mode, which has no version
+            ctx.of_inference = {i: t for i, t in enumerate(saved[5:], 5) if t is not None and t.is_inference()}
             saved = [None if i in ctx.of_inference else t for i, t in enumerate(saved)] if ctx.of_inference else saved
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
@@ -87,16 +87,14 @@ class _Attention(torch.autograd.Function):
         if [t if t is None else t.dtype for t in saved] != ctx.dtypes:
             raise TypeError("hooks of saved tensors gave flex_attention's back in other dtypes; they must unpack what was packed")
         q, k, v, out, values, sinks, seed, *others = saved
-        if out.stride() != ctx.strides:  # hooks may have laid them out anew
-            out = out.contiguous()
-        values, sinks = values.contiguous(), sinks if sinks is None else sinks.contiguous()
+        sinks = sinks if sinks is None else sinks.contiguous()  # hooks may have laid it out anew
         captured, mask_tensors, places = others[: ctx.count], others[ctx.count : ctx.count_all], others[ctx.count_all :]
         inputs, scale, score, mask, lists, transposed_lists, options = ctx.kept
         score, mask = score and (score[0], [*captured, *score[1]]), mask and (mask[0], [*mask_tensors, *mask[1]])
         makes_graph, extras = torch.is_grad_enabled(), ctx.extras
         if extras is not None:
             needed = sinks if backward_needs_sinks(ctx.needs_input_grad[6], scale) else None
-            extras = extras._replace(sinks=needed, seed=seed, places=tuple(places))
+            extras = extras._replace(sinks=needed, seed=seed, places=tuple([t.contiguous() for t in places]))
         bound = Bound(q, k, v, inputs, scale, score, mask, lists, transposed_lists, options, extras)
         if extras is None and (transformed or makes_graph):
             return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out.detach(), values), mask_tensors)

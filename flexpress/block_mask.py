@@ -312,10 +312,10 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
             return NotImplemented
         if self is other:
             return True
-        if (self.seq_lengths, self.BLOCK_SIZE) != (other.seq_lengths, other.BLOCK_SIZE):
-            return False
         mine, theirs = self._status(), other._status()
-        return mine.shape == theirs.shape and torch.equal(mine, theirs.to(mine.device)) and same_mod(self.mask_mod, other.mask_mod, "mask")
+        if (self.seq_lengths, self.BLOCK_SIZE, mine.shape) != (other.seq_lengths, other.BLOCK_SIZE, theirs.shape):
+            return False
+        return torch.equal(mine, theirs.to(mine.device)) and same_mod(self.mask_mod, other.mask_mod, "mask", mine.device)
 
     def __getstate__(self) -> dict:
         """What pickle, copy and torch.save keep: lists, and the mask_mod, which must be one that pickles."""

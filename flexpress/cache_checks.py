@@ -35,6 +35,15 @@ def check_plain(name: str, tensor, layout: str) -> None:
         raise ValueError(f"{name} must be {layout}, got {described(tensor)}")
 
 
+def check_entries(k_cache: torch.Tensor, batch: int) -> None:
+    """An entry for each sequence, where no table says which one."""
+    if k_cache.shape[0] != batch:
+        raise ValueError(
+            f"k_cache {tuple(k_cache.shape)} has {k_cache.shape[0]} entries for {batch} sequences; say with cache_loc or "
+            "page_table which ones are theirs"
+        )
+
+
 _keys = torch._C._dispatch_keys  # they tell ordinary memory from all else, the negative bit too
 _passed: dict[tuple, bool] = Table("checked caches", 4096)  # what passed the checks; do tables have contiguous rows
 
@@ -136,11 +145,8 @@ def _check_batch(
     for what, tensor in (("k_scale", k_scale), ("v_scale", v_scale)):
         if tensor is not None:
             check_table(what, tensor, (heads,), torch.float32, device)
-    if cache_loc is None and page_table is None and k_cache.shape[0] != batch:
-        raise ValueError(
-            f"k_cache {tuple(k_cache.shape)} has {k_cache.shape[0]} entries for {batch} sequences; say with cache_loc or "
-            "page_table which ones are theirs"
-        )
+    if cache_loc is None and page_table is None:
+        check_entries(k_cache, batch)
     if max_q_len is not None:
         if not ragged:
             shown = f"{name} {tuple(tokens.shape)}"

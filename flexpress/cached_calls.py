@@ -90,11 +90,11 @@ def _call_of(problem: CachedProblem, together: Together | None = None) -> tuple[
 
     def by_number(kind: str) -> tuple | None:
         if kind == "score":
-            mod = None if score_mod is None else score_from(part_of(score_mod, kind, KV_LEN), position)
+            mod = None if score_mod is None else score_from(part_of(score_mod, kind, q.device, KV_LEN), position)
         elif mask_mod is None:
             mod = causal_from(position, kv_lens) if masked else None
         else:
-            mod = mask_from(part_of(mask_mod, kind, KV_LEN), position, kv_lens)
+            mod = mask_from(part_of(mask_mod, kind, q.device, KV_LEN), position, kv_lens)
         return _bound(mod, kind, q.device)
 
     call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)

@@ -57,7 +57,7 @@ def causal_from(position: Callable, kv_len: torch.Tensor) -> Callable:
 
 def score_of_rows(score_mod: Callable, sequence: torch.Tensor, position: torch.Tensor) -> Callable:
     """The score_mod of rows, each with a sequence and a position of its own, and keys from position 0 on."""
-    mod = part_of(score_mod, "score")
+    mod = part_of(score_mod, "score", position.device)
 
     def of_rows(score, b, h, q_idx, kv_idx):
         return mod(score, sequence[q_idx], h, position[q_idx], kv_idx)
@@ -67,7 +67,7 @@ def score_of_rows(score_mod: Callable, sequence: torch.Tensor, position: torch.T
 
 def mask_of_rows(mask_mod: Callable, sequence: torch.Tensor, position: torch.Tensor) -> Callable:
     """The mask_mod of rows, each with a sequence and a position of its own, and keys from position 0 on."""
-    mod = part_of(mask_mod, "mask")
+    mod = part_of(mask_mod, "mask", position.device)
 
     def of_rows(b, h, q_idx, kv_idx):
         return mod(sequence[q_idx], h, position[q_idx], kv_idx)
@@ -77,7 +77,7 @@ def mask_of_rows(mask_mod: Callable, sequence: torch.Tensor, position: torch.Ten
 
 def score_behind(score_mod: Callable, shift: torch.Tensor) -> Callable:
     """The score_mod of positions of queries and keys behind the first shift[b] of their sequence."""
-    mod = part_of(score_mod, "score")
+    mod = part_of(score_mod, "score", shift.device)
 
     def behind(score, b, h, q_idx, kv_idx):
         return mod(score, b, h, q_idx + shift[b], kv_idx + shift[b])
@@ -87,7 +87,7 @@ def score_behind(score_mod: Callable, shift: torch.Tensor) -> Callable:
 
 def mask_behind(mask_mod: Callable, shift: torch.Tensor) -> Callable:
     """The mask_mod of positions of queries and keys behind the first shift[b] of their sequence."""
-    mod = part_of(mask_mod, "mask")
+    mod = part_of(mask_mod, "mask", shift.device)
 
     def behind(b, h, q_idx, kv_idx):
         return mod(b, h, q_idx + shift[b], kv_idx + shift[b])
@@ -95,9 +95,9 @@ def mask_behind(mask_mod: Callable, shift: torch.Tensor) -> Callable:
     return _named(behind, mask_mod)
 
 
-def part_of(mod: Callable, kind: str, reach: int = INDEX_BOUND) -> Callable:
+def part_of(mod: Callable, kind: str, device: torch.device, reach: int = INDEX_BOUND) -> Callable:
     """A mod of positions, up to `reach`, as a part of another one; by default of one whose call does not say how far they reach."""
-    return part_in_wide_integers(plain(mod), bind(mod, kind), (reach, reach))
+    return part_in_wide_integers(plain(mod), bind(mod, kind, device), (reach, reach))
 
 
 def _named(made: Callable, mod: Callable) -> Callable:

@@ -170,11 +170,11 @@ class Shards:
 
     def score_mod(self, mod: Callable | None) -> Callable | None:
         """A score_mod that is told this rank's b and h, of one that is told those of all."""
-        return score_of_part(mod, self.batch, self.heads)
+        return score_of_part(mod, self.batch, self.heads, self._query.device)
 
     def mask_mod(self, mod: Callable | None) -> Callable | None:
         """A mask_mod that is told this rank's b and h, of one that is told those of all."""
-        return mask_of_part(mod, self.batch, self.heads)
+        return mask_of_part(mod, self.batch, self.heads, self._query.device)
 
     def block_mask(self, mask):
         """The BlockMask of this rank's part; what is none is left to be refused."""
@@ -205,7 +205,7 @@ class Shards:
         """Are a block mask's lists those of the first batch entry or head alone, which this rank may not have?"""
         if self._has_all or not isinstance(mask, BlockMask) or not mask._decided:
             return False
-        return leave_out_entries(mask.as_lists(), bind(mask.mask_mod, "mask")[0].symbols, tuple(self._query.shape[:2]))
+        return leave_out_entries(mask.as_lists(), bind(mask.mask_mod, "mask", self._query.device)[0].symbols, tuple(self._query.shape[:2]))
 
     def read_captured(self, bound: tuple, device: torch.device, where: str) -> None:
         """Make what a bound mod captures readable, in place, with DTensors gathered."""

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flexpress.plain_arguments import resolve_device
 
+from .codegen.mod.bind import bind_once
 from .codegen.mod.capture import name_of
 from .codegen.mod.errors import ModError
 from .codegen.mod.expr import MASK_SYMBOLS, SCORE_SYMBOLS
-from .codegen.mod.trace import traced_once
 
 _SYMBOLS = {"score_mod": SCORE_SYMBOLS, "mask_mod": MASK_SYMBOLS}  # of arguments that are mods
 
@@ -157,7 +157,7 @@ def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
 def _check(mod, key: str) -> None:
     """What flexpress refuses breaks the graph: then it says why, with the user's own line."""
     try:
-        traced_once(mod, key.removesuffix("_mod"))
+        bind_once(mod, key.removesuffix("_mod"), None)
     except (ModError, TypeError) as refused:
         raise Unsupported(f"flexpress refuses this {key}: {str(refused).splitlines()[0]}") from refused
 

@@ -59,7 +59,7 @@ def without_ones(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable]:
 
 def check_made_of(block_mask, mask_mod: MaskMod | None) -> None:
     """Raises ValueError for a mask_mod beside a block mask that was made of another one. None beside it is right."""
-    if mask_mod is None or same_mod(block_mask.mask_mod, mask_mod, "mask"):
+    if mask_mod is None or same_mod(block_mask.mask_mod, mask_mod, "mask", block_mask.kv_indices.device):
         return
     names = name_of(block_mask.mask_mod), name_of(mask_mod)
     raise ValueError(
@@ -67,12 +67,12 @@ def check_made_of(block_mask, mask_mod: MaskMod | None) -> None:
     )
 
 
-def same_mod(mod, other, kind: str) -> bool:
+def same_mod(mod, other, kind: str, device: torch.device) -> bool:
     """Whether two mods are one function, or have the same code and capture equal values: one trace, which fits both."""
     if mod is other:
         return True
     try:
-        (graph, values), (other_graph, other_values) = bind(mod, kind), bind(other, kind)
+        (graph, values), (other_graph, other_values) = bind(mod, kind, device), bind(other, kind, device)
     except (ModError, TypeError):  # not for tracing, so known by identity only
         return False
     return graph is other_graph and all(_same_value(x, y) for x, y in zip(values, other_values, strict=True))

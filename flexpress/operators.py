@@ -51,6 +51,7 @@ def _bound(
     scales=(None, None, None),
 ) -> Bound:
     """The call that an operator was given."""
+    lists, starts = ([t.contiguous() for t in given] for given in (lists, starts))  # hooks of saved tensors may have laid them out anew
     score, mask = program.mods(captures._replace(tensors=on_device(query.device, captures.tensors)))
     block_mask = None
     if program.lists:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of, plain
 
@@ -23,9 +25,9 @@ class Heads(NamedTuple):
     kv: slice
 
 
-def score_of_part(mod: Callable | None, batch: Part, heads: Part) -> Callable | None:
+def score_of_part(mod: Callable | None, batch: Part, heads: Part, device: torch.device) -> Callable | None:
     """A score_mod that is told b and h of a part, of one that is told those of all."""
-    batch_of, head_of = _indices(mod, "score", batch, heads)
+    batch_of, head_of = _indices(mod, "score", batch, heads, device)
     if batch_of is head_of is _same:
         return mod
     mod = plain(mod)
@@ -37,9 +39,9 @@ def score_of_part(mod: Callable | None, batch: Part, heads: Part) -> Callable | 
     return sharded
 
 
-def mask_of_part(mod: Callable | None, batch: Part, heads: Part) -> Callable | None:
+def mask_of_part(mod: Callable | None, batch: Part, heads: Part, device: torch.device) -> Callable | None:
     """A mask_mod that is told b and h of a part, of one that is told those of all."""
-    batch_of, head_of = _indices(mod, "mask", batch, heads)
+    batch_of, head_of = _indices(mod, "mask", batch, heads, device)
     if batch_of is head_of is _same:
         return mod
     mod = plain(mod)
@@ -51,11 +53,11 @@ def mask_of_part(mod: Callable | None, batch: Part, heads: Part) -> Callable | N
     return sharded
 
 
-def _indices(mod: Callable | None, kind: str, batch: Part, heads: Part) -> tuple[Callable, Callable]:
+def _indices(mod: Callable | None, kind: str, batch: Part, heads: Part, device: torch.device) -> tuple[Callable, Callable]:
     """From a part's b and h to those of all. A mod that uses neither keeps the kernel, and the block lists, that it has anywhere."""
     if mod is None or batch.first is heads.first is None:
         return _same, _same
-    used = bind(mod, kind)[0].symbols
+    used = bind(mod, kind, device)[0].symbols
     return tuple(_index(part) if name in used else _same for name, part in (("b", batch), ("h", heads)))
 
 

@@ -23,7 +23,8 @@ def named_device(device) -> torch.device:
     try:
         if isinstance(device, bool):
             raise TypeError
-        return torch.device(device)
+        found = torch.device(device)
+        return torch.device("cpu") if found.type == "cpu" else found  # cpu:0 is no other one, but unequal
     except (TypeError, RuntimeError, ValueError) as error:
         raise TypeError(f"device must be a torch.device or its name, got {repr(device)[:80]}") from error
 

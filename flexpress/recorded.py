@@ -21,11 +21,9 @@ from flexpress.programs import captures_of, mod_program
 from flexpress.scales import read_scale
 from flexpress.sinks import check_sinks
 
-from .codegen.mod.bind import bind
-from .codegen.mod.current import set_device
+from .codegen.mod.bind import bind, bind_once
 from .codegen.mod.dtypes import dtype_name
 from .codegen.mod.tensors import check_kind, check_surroundings, is_transformed, tracing
-from .codegen.mod.trace import traced_once
 from .codegen.plan.forward import Options
 from .codegen.run.block_lists import BlockLists
 from .codegen.run.captured import apart
@@ -174,6 +172,4 @@ def graph_and_values(mod, kind: str, device: torch.device | None = None) -> tupl
     """The same of any mod, unchecked."""
     if not (tracing() or is_transformed()):
         return bind(mod, kind, device)
-    set_device(device)
-    traced, values = traced_once(mod, kind)
-    return traced.graph, values
+    return bind_once(mod, kind, device)

@@ -69,6 +69,8 @@ def _in_torch(x, rope, positions, cu_seqlens_q, interleaved: bool, rope_tail: bo
         at = positions[:, None] + torch.arange(x.shape[2], device=x.device)
     elif cu_seqlens_q is None:
         at = positions
+    elif not positions.shape[0]:
+        return x.clone()  # all tokens are behind the last sequence's
     else:
         tokens = torch.arange(x.shape[0], device=x.device)
         sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True)

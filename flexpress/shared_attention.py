@@ -105,7 +105,7 @@ def is_possible(prefix: SharedPrefix, problem: CachedProblem) -> bool:
     if not prefix.has_few(problem.tokens):
         return False
     mods = ("score", problem.score_mod), ("mask", problem.mask_mod)
-    return not any(mod is not None and dots_of(bind(mod, kind)[0]) for kind, mod in mods)
+    return not any(mod is not None and dots_of(bind(mod, kind, problem.k_cache.device)[0]) for kind, mod in mods)
 
 
 def may_fill(problem: CachedProblem) -> bool:

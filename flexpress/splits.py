@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexpress.cache_checks import check_plain, check_table
+from flexpress.cache_checks import check_entries, check_plain, check_table
 from flexpress.cached import cached_attention
 from flexpress.checks import whole
 from flexpress.in_graph import compilable
@@ -57,6 +57,8 @@ def split_attention(
         if table is not None:
             check_table(name, table, shape, torch.int32, query.device)
     if page_table is None and cache_loc is None:
+        check_plain("k_cache", k_cache, "(N, S, Hkv, D_QK)")
+        check_entries(k_cache, B)
         cache_loc = torch.arange(B, dtype=torch.int32, device=query.device)
     first = kv_len - Q_LEN if q_offset is None else q_offset
     share = (kv_len + splits - 1) // splits

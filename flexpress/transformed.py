@@ -15,9 +15,9 @@ from flexpress.problem import Problem
 from flexpress.recorded import lists_of_mask
 from flexpress.scales import read_scale
 
+from .codegen.mod.bind import bind_once
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.tensors import followed
-from .codegen.mod.trace import traced_once
 
 
 class Transformed(NamedTuple):
@@ -70,21 +70,21 @@ def transformed(query, key, value, score_mod, block_mask, scale, enable_gqa, ker
         lists, decided, mask_mod = lists_of_mask(block_mask, query, key, mask_mod)
         checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
     scale, score_mod = read_scale(scale, score_mod, query.shape[3], query.device)
-    score, of_score = _traced(score_mod, "score")
-    mask, of_mask = _traced(mask_mod, "mask")
+    score, of_score = _traced(score_mod, "score", query.device)
+    mask, of_mask = _traced(mask_mod, "mask", query.device)
     if lists is not None and decided and leave_out_entries(lists, mask[0].symbols, query.shape[:2]):
         lists = None  # mask_mod makes them
     problem = Problem(scale, options, score, mask, lists, tuple(packed or ()))
     return Transformed(problem, (query, key, value, *of_score, *of_mask))
 
 
-def _traced(mod, kind: str) -> tuple[tuple[ModGraph, list] | None, list]:
+def _traced(mod, kind: str, device: torch.device) -> tuple[tuple[ModGraph, list] | None, list]:
     """A mod's graph with the numbers that it captures, and the tensors."""
     if mod is None:
         return None, []
-    traced, values = traced_once(mod, kind)
-    count = len(traced.graph.tensors)
-    return (traced.graph, values[count:]), values[:count]
+    graph, values = bind_once(mod, kind, device)
+    count = len(graph.tensors)
+    return (graph, values[count:]), values[:count]
 
 
 def without_levels(integers):

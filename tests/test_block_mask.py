@@ -254,3 +254,16 @@ def test_greater_seq_lengths(device, size):
     mask.seq_lengths = (90 + 2 * size, 120)
     with pytest.raises(ValueError, match="rows of blocks"):
         flex_attention(q[:, :, : 90 + 2 * size], k[:, :, :120], k[:, :, :120], block_mask=mask)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masks_whose_mods_make_tensors_are_equal_by_what_they_make(device):
+    def made_of(width):
+        return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) < torch.tensor([width], device=q_idx.device)[q_idx * 0]
+
+    one, same, other = (create_block_mask(made_of(width), None, None, 64, 64, device, 16) for width in (5, 5, 6))
+    assert one == same and one != other
+    q = torch.randn(1, 1, 64, 16, device=device)
+    torch.testing.assert_close(flex_attention(q, q, q, block_mask=one, mask_mod=made_of(5)), flex_attention(q, q, q, mask_mod=made_of(5)))
+    with pytest.raises(ValueError, match="block_mask was made of"):
+        flex_attention(q, q, q, block_mask=one, mask_mod=made_of(6))

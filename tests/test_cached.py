@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -210,3 +212,40 @@ def test_a_mod_is_asked_for_by_none_and_not_by_its_truth():
     torch.testing.assert_close(merged, want)
     for given in ({"score_mod": mod}, {"mask_mod": mod}):
         assert export_cached(*call, **given) != export_cached(*call)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mod_that_asks_for_the_device_has_that_of_the_call(device):
+    """Also where integers leave int32, which decides on text of its own, and in a thread that has bound no mod before."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 5, 16, device=device)
+    cache = torch.randn(1, 32, 2, 16, device=device)
+    kv_len = torch.tensor([20], dtype=torch.int32, device=device)
+    positions, keys = torch.arange(15, 20, device=device)[:, None], torch.arange(20, device=device)
+
+    def hashed(m, n):
+        return (m * 1103515245 + n * 12345) % 7
+
+    def a_table(score, b, h, m, n):
+        return score + torch.arange(7, device=m.device)[hashed(m, n)]
+
+    def a_branch(score, b, h, m, n):
+        return score + hashed(m, n) if m.device.type == torch.device(device).type else score
+
+    def another_branch(score, b, h, m, n):
+        return score + 3 * (n % 2) if m.device.type == torch.device(device).type else score + hashed(m, n)
+
+    k = cache[:, :20].transpose(1, 2)
+    for mod, added in ((a_table, hashed(positions, keys)), (a_branch, hashed(positions, keys)), (another_branch, 3 * (keys % 2))):
+        scores = q.double() @ k.double().mT * 0.25 + added
+        exact = scores.masked_fill(keys > positions, -torch.inf).softmax(-1) @ k.double()
+        for call in (
+            lambda mod=mod: cached_attention(q, cache, cache, kv_len, score_mod=mod),
+            lambda mod=mod: split_of(q, cache, kv_len, mod),
+        ):
+            with ThreadPoolExecutor(1) as another:
+                assert relative_error(another.submit(call).result(), exact) < 1e-5
+
+
+def split_of(q, cache, kv_len, mod):
+    return merge_attention(*split_attention(q, cache, cache, kv_len, 3, score_mod=mod))[0]

@@ -100,3 +100,22 @@ def test_gradients_at_what_autograd_has_expanded(device):
 )
 def test_positions_that_are_computed(shape, term, device):
     check(shape, term, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_sum_is_an_einsum(device, monkeypatch):
+    """Autocast, which may be on around backward(), has einsum in half precision on a GPU: sums of many numbers would overflow."""
+    q, k, v = (torch.randn(2, 2, 20, 16, device=device) for _ in range(3))
+    slopes, table = torch.rand(2, 2, device=device, requires_grad=True), torch.rand(20, 2, device=device, requires_grad=True)
+    whole = torch.rand((), device=device, requires_grad=True)
+
+    def mod(score, b, h, m, n):
+        return score + slopes[h, b] * n + table[n, h] * whole
+
+    out, learned = flex_attention(q, k, v, mod), (slopes, table, whole)
+    expected = torch.autograd.grad(out.square().sum(), learned, retain_graph=True)
+    monkeypatch.setattr(torch, "einsum", None)
+    with torch.autocast(device, torch.bfloat16):
+        found = torch.autograd.grad(out.square().sum(), learned)
+    for gradient, exact in zip(found, expected, strict=True):
+        assert torch.equal(gradient, exact)

@@ -217,6 +217,24 @@ def test_a_prompt_holds_up_nobody():
         scheduler.commit(step, [[0] * work.rows for work in step])
 
 
+def test_a_stop_that_fails_makes_no_answer_longer():
+    """It raises once, at the last token that is wanted: the answer is there, and complete."""
+
+    def stop(made):
+        if len(made) == 3:
+            raise BrokenPipeError
+        return ""
+
+    scheduler = Scheduler(PageAllocator(10, 4), 4, 8)
+    request = Request([1, 2], 3, stop)
+    scheduler.submit(request)
+    with pytest.raises(BrokenPipeError):
+        while step := scheduler.plan():
+            scheduler.commit(step, [[0] * work.rows for work in step])
+    scheduler.abandon()
+    assert scheduler.plan() == [] and (request.made, request.reason) == ([0, 0, 0], "length")
+
+
 def test_what_is_refused():
     scheduler = Scheduler(PageAllocator(2, 4), 4, 8)
     with pytest.raises(OutOfPages, match="3 pages are needed but 2 of 2 are free"):

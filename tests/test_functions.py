@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -329,3 +331,24 @@ def test_what_is_not_there_is_refused_in_words(device):
         for _ in range(2):
             total = lambda q, inner=total: grad(inner)(q).square().sum()  # noqa: E731
         grad(total)(q)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mod_that_asks_for_the_device_has_that_of_the_call(device):
+    """Also in a thread that has bound no mod before."""
+    q, k, v, *_ = tensors(device)
+
+    def a_branch(score, b, h, m, n):
+        return score + 0.1 * n if m.device.type == torch.device(device).type else score
+
+    def a_table(score, b, h, m, n):
+        return score + torch.arange(9, device=m.device)[n] * 0.1
+
+    for mod in (a_branch, a_table):
+
+        def loss(q, mod=mod):
+            return flex_attention(q, k, v, mod, enable_gqa=True).square().sum()
+
+        with ThreadPoolExecutor(1) as another:
+            found = another.submit(grad(loss), q).result()
+        torch.testing.assert_close(found, torch.autograd.grad(loss(x := q.clone().requires_grad_()), x)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import flexpress
 from flexpress import (
@@ -365,22 +367,47 @@ def test_block_mask_devices_without_kernels_are_refused():
     assert flexpress.create_block_mask(mods.causal, None, None, 8, 8, torch.device("cpu")).shape == (1, 1, 8, 8)
 
 
+def test_the_cpu_has_no_number():
+    """Tensors that are made on cpu:0 are on cpu."""
+    ids = torch.zeros(8, dtype=torch.int32)
+    for device in ("cpu:0", torch.device("cpu", 0)):
+        assert create_block_mask(mods.document(ids), None, None, 8, 8, device) == create_block_mask(
+            mods.document(ids), None, None, 8, 8, "cpu"
+        )
+        assert create_mask(mods.document(ids), None, None, 8, 8, device).all()
+
+
+def other_strides(t):
+    return t.mT.contiguous().mT if t.ndim > 1 else torch.stack([t, t], 1)[:, 0]
+
+
+def other_order(t):
+    return t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim > 2 else t
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_hooks_may_lay_out_saved_tensors_anew(device):
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: FlopCounterMode(display=False), forward_ad.dual_level])
+@pytest.mark.parametrize("masked", [False, True])
+def test_hooks_may_lay_out_saved_tensors_anew(around, masked, device):
     q, k, v = (torch.randn(2, 3, 20, 16, device=device, requires_grad=True) for _ in range(3))
     sinks, bias = (torch.randn(n, device=device, requires_grad=True) for n in (3, 20))
+    options = {} if around is forward_ad.dual_level else {"sinks": sinks}
+    if masked:
+        options["block_mask"] = create_block_mask(mods.sliding_window(9), None, None, 20, 20, device, (16, 16))
+    inputs = q, k, v, bias, *([sinks] if "sinks" in options else [])
 
     def gradients(pack, unpack):
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            out, lse = flexpress.flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j], sinks=sinks, return_lse=True)
-        return torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, sinks, bias))
-
-    def other_strides(t):
-        return t.mT.contiguous().mT if t.ndim > 1 else torch.stack([t, t], 1)[:, 0]
+        with around():
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                out, lse = flexpress.flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j], return_lse=True, **options)
+            return torch.autograd.grad(out.square().sum() + lse.sum(), inputs)
 
     wanted = gradients(lambda t: t, lambda t: t)
-    for have, want in zip(gradients(lambda t: t, other_strides), wanted, strict=True):
-        torch.testing.assert_close(have, want)
+    for lay_out in (other_strides, other_order):
+        for have, want in zip(gradients(lambda t: t, lay_out), wanted, strict=True):
+            torch.testing.assert_close(have, want)
+    if around is not contextlib.nullcontext:
+        return
     with pytest.raises(TypeError, match="hooks of saved tensors gave flex_attention's back in other dtypes"):
         gradients(lambda t: t.half(), lambda t: t)
     with pytest.raises(ValueError, match="hooks of saved tensors gave flex_attention's back in other shapes"):
@@ -396,6 +423,8 @@ def test_tensors_of_inference_mode_beside_gradients(device):
             torch.ones(2, device=device),
             torch.ones(1, dtype=torch.int64, device=device),
         )
+        logits = torch.ones(2, device=device)
+    torch.testing.assert_close(*(torch.autograd.grad(flex_attention(q, q, q, sinks=t).sum(), q) for t in (logits, torch.ones_like(slopes))))
     mods = {"score_mod": lambda s, b, h, i, j: s + slopes[h] * j, "mask_mod": lambda b, h, i, j: ids[i] == ids[j]}
 
     def gradient(create_graph=False, **more):

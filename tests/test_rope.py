@@ -213,6 +213,14 @@ def test_errors_inside_transforms(case):
         torch.func.grad(lambda x: turn(**{**changes, "x": x}).sum())(changes.get("x", torch.zeros(2, 3, 4, 16)))
 
 
+def test_no_sequences_inside_a_transform():
+    """All tokens are behind the last sequence's, and stay as they are."""
+    x, rope = torch.randn(4, 2, 16), rope_table(8, 16)
+    nothing, starts = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    out, tangent = torch.func.jvp(lambda x: apply_rope(x, rope, nothing, cu_seqlens_q=starts), (x,), (x.sin(),))
+    assert torch.equal(out, x) and torch.equal(tangent, x.sin())
+
+
 def test_tables_made_in_inference_mode_have_gradients_beside_them():
     with torch.inference_mode():
         rope, positions = rope_table(20, 16, device="cpu"), torch.tensor([2, 5], dtype=torch.int32)

@@ -77,6 +77,11 @@ BAD = {
     "no mod": (dict(score_mod=False), TypeError, "score_mod must be a function, got bool"),
     "ragged queries": (dict(query=Q[:, :, 0]), ValueError, r"query must be \(B, H, Q_LEN, D\), got torch.float32 \(2, 4, 16\)"),
     "lengths": (dict(kv_len=KV_LEN[:1]), ValueError, r"kv_len must be torch.int32 \(2,\) on cpu, got torch.int32 \(1,\)"),
+    "more entries than sequences": (
+        dict(k_cache=CACHE.repeat(2, 1, 1, 1), v_cache=CACHE.repeat(2, 1, 1, 1)),
+        ValueError,
+        "4 entries for 2 sequences; say with cache_loc or page_table",
+    ),
     "entries": (dict(cache_loc=KV_LEN[:1]), ValueError, r"cache_loc must be torch.int32 \(2,\)"),
     "first positions": (dict(q_offset=KV_LEN.long()), ValueError, r"q_offset must be torch.int32 \(2,\)"),
     "a flat page table": (dict(page_table=KV_LEN), ValueError, r"page_table must be torch.int32 \(2, n\)"),

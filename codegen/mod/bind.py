@@ -142,6 +142,13 @@ def _count(bucket: _Bucket, traced: Traced) -> None:
         )
 
 
+def bind_once(mod, kind: str, device: torch.device | None) -> tuple[ModGraph, list]:
+    """As bind, for this call alone, by a trace on the objects that the mod captures: of tensors that torch follows."""
+    set_device(device)
+    traced, values = traced_once(mod, kind)
+    return traced.graph, values
+
+
 def bind_with_origins(mod, kind: str, device: torch.device | None = None) -> tuple[tuple[ModGraph, list], Origins]:
     """As bind, by a trace of its own; and where what the mod captures comes from, of this mod and no other of the same code."""
     bound = bind(mod, kind, device)

@@ -67,6 +67,7 @@ def backward(
     """
     score, mask, lists, inputs, extras = bound.score, bound.mask, bound.lists, bound.inputs, bound.extras
     q, k, v, do = bound.q, bound.k, bound.v, with_rows(do)
+    out, values = _laid_out(out, rows, do)
     looks = inputs if inputs.alike(q, k, v) else _other_looks(inputs, q, k, v)
     like = _like.get(looks) or _likeness(looks, q, k, v)
     if like.copied:
@@ -80,9 +81,8 @@ def backward(
     layouts = do.shape, do.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, do.data_ptr() % 16
     structures = lists and lists.structure, transposed and transposed.structure
     kind = (looks, *layouts, out.stride(), bound.scale, details, rows.provisional, _dropout_of(bound), *keys, *structures)
-    tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values, "DQ": dq, "DK": dk, "DV": dv}
-    if dlse is not None:
-        tensors["DLSE"] = dlse.contiguous()
+    tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": values, "DQ": dq, "DK": dk, "DV": dv}
+    tensors |= {} if dlse is None else {"DLSE": dlse.contiguous()}
     tensors |= extras.named if extras else {}
     meanwhile = rows.provisional
     while True:  # until kernels are usable
@@ -109,6 +109,11 @@ def backward(
         except Exception as why:
             waits, meanwhile = failed("backward", meanwhile or temporary is not None, why), False
             _ready.pop(kind, None)
+
+
+def _laid_out(out: torch.Tensor, rows: Rows, do: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and the values of rows as kernels read them: hooks of saved tensors may have laid them out anew. `do` has rows."""
+    return out if out.stride() == do.stride() else with_rows(out), rows.values.contiguous()
 
 
 def _other_looks(inputs, *tensors: torch.Tensor) -> tuple:

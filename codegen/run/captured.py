@@ -133,8 +133,11 @@ class Sums:
                 grid[axis] = self._positions(axis.removesuffix("_idx"))[None, None, :]
             self._add(load, values, grid)
             return
-        wide = "w" if load.op == "row" else ""
-        values = torch.einsum(f"bhn{wide}->{''.join(axes[name] for name in own)}{wide}", values).contiguous()
+        kept = [axes[name] for name in own]
+        if summed := [dim for dim, axis in enumerate("bhn") if axis not in kept]:
+            values = values.sum(summed)
+        left = [axis for axis in "bhn" if axis in kept]  # no einsum, which autocast would have in half precision
+        values = values.permute([*map(left.index, kept), *range(len(left), values.ndim)]).contiguous()
         values = values[tuple(map(slice, tensor.shape))]  # what lies behind the tensor's end has no element
         if values.shape != tensor.shape:
             found, values = values, values.new_zeros(tensor.shape)

@@ -172,7 +172,10 @@ class Scheduler:
         self.kept.clear()
         for request in reversed(self.running):
             request.sequence, request.cached = None, 0
-            self.waiting.appendleft(request)
+            if len(request.made) >= request.wanted:  # its `stop` has failed
+                request.reason = "length"
+            else:
+                self.waiting.appendleft(request)
         self.running.clear()
 
     def _continue(self, request: Request, spare: int) -> Work | None:

@@ -33,6 +33,7 @@ from ..codegen.mod.graph_text import text_of
 from ..codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured, readable_inputs
 from ..codegen.run.backward import backward
 from ..codegen.run.call import Bound, Rows
+from ..codegen.run.captured import apart
 from ..codegen.run.forward import forward
 
 ALL = Part(None, 0)
@@ -67,14 +68,14 @@ def attend_in_context(
     read          makes what a bound mod captures readable, in place
     """
     tensors, arguments, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
-    score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads), "score", tensors[0].device)
+    score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads, plan.device), "score", plan.device)
     facts = _facts(tensors, score, arguments)
     split = plan.head_split
     of_ranks = split.heads(tensors[0].shape[1], tensors[1].shape[1]) if split else []
     if split:
         mine = of_ranks[split.rank].q
         heads = Part((heads.first or 0) + mine.start, mine.stop - mine.start)
-    score_mod, part = score_of_part(score_mod, batch, heads), plan.of_part(batch, heads)
+    score_mod, part = score_of_part(score_mod, batch, heads, plan.device), plan.of_part(batch, heads)
     exchange = part.exchange = part.exchange or Exchange(part)
     plan.agreement.check(facts, lambda: {**plan.facts(), **_shown(*facts), "scale": arguments.scale, **numbers_of(score, "score_mod")})
     if split:
@@ -84,7 +85,7 @@ def attend_in_context(
     if score is not None:
         graph, values = score = bind(exchange.score_mod(score_mod, 0), "score", query.device)
         read(score, query.device, "score_mod")
-        captured = values[: len(graph.tensors)]
+        captured = [apart(t) for t in values[: len(graph.tensors)]]
 
     def given(bound_mod: tuple, device: torch.device, where: str) -> None:
         """What score_mod captures is read already."""
@@ -226,7 +227,9 @@ class _InContext(torch.autograd.Function):
         # those of mask_mod, too: autograd notices if they are overwritten before the backward pass
         of_masks = {id(t): t for call in calls if call and call.mask for t in call.mask[1][: len(call.mask[0].tensors)]}
         of_masks = [t for t in of_masks.values() if not t.is_inference()]
-        ctx.save_for_backward(q, out, *of_rows, *keys_and_values, *captured, *of_masks)
+        ctx.of_inference = {i: t for i, t in enumerate(captured) if t.is_inference()}  # which autograd does not save
+        saved = [None if i in ctx.of_inference else t for i, t in enumerate(captured)]
+        ctx.save_for_backward(q, out, *of_rows, *keys_and_values, *saved, *of_masks)
         ctx.captured = len(captured)
         ctx.set_materialize_grads(False)
         if maxima is not None:
@@ -239,8 +242,9 @@ class _InContext(torch.autograd.Function):
         count = len(ctx.groups)
         rows, others = others[:count], others[count:]
         count = count if ctx.exchange.keeps else 2
+        captured = [ctx.of_inference.get(i, t) for i, t in enumerate(others[count : count + ctx.captured])]
         with torch.no_grad():
-            found = _InContext.gradients(ctx, q, out, rows, others[:count], others[count : count + ctx.captured], d_out, d_lse)
+            found = _InContext.gradients(ctx, q, out, rows, others[:count], captured, d_out, d_lse)
         return None, None, None, None, None, *once(found, (out,))
 
     @staticmethod

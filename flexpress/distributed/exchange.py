@@ -111,7 +111,7 @@ class Exchange:
         """A score_mod, told heads of all."""
         if mod is None:
             return None
-        mod = part_in_wide_integers(mod, bind(mod, "score"), (self.plan.q_len, self.plan.kv_len))
+        mod = part_in_wide_integers(mod, bind(mod, "score", self.plan.device), (self.plan.q_len, self.plan.kv_len))
 
         def in_context(score, b, h, q_idx, kv_idx):
             return mod(score, b, h + first_head, q_idx, kv_idx)
@@ -122,7 +122,8 @@ class Exchange:
     def _mask_mod(self, first_head: int) -> Callable:
         """The plan's mask_mod, told the same; it hides padding."""
         kv_len = self.plan.kv_len
-        mod = part_in_wide_integers(self.plan.mask_mod, bind(self.plan.mask_mod, "mask"), (self.plan.q_len, kv_len))
+        bound = bind(self.plan.mask_mod, "mask", self.plan.device)
+        mod = part_in_wide_integers(self.plan.mask_mod, bound, (self.plan.q_len, kv_len))
         padded = kv_len % BLOCK != 0
 
         def in_context(b, h, q_idx, kv_idx):

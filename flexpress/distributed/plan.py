@@ -273,7 +273,7 @@ class ContextPlan:
 
     def facts(self) -> dict[str, object]:
         """What must be the same on all ranks, by what it is called in errors."""
-        graph, _ = mask = bind(self.mask_mod, "mask")
+        graph, _ = mask = bind(self.mask_mod, "mask", self.device)
         return {
             "q_len, kv_len": (self.q_len, self.kv_len),
             "head_groups": self.head_groups,
@@ -303,7 +303,7 @@ class ContextPlan:
             return self
         if (batch, heads) not in self._parts:
             part = self._parts[batch, heads] = copy.copy(self)
-            part.mask_mod, part.exchange = mask_of_part(self.mask_mod, batch, heads) or noop_mask, None
+            part.mask_mod, part.exchange = mask_of_part(self.mask_mod, batch, heads, self.device) or noop_mask, None
             part.position_ids, part.kv_position_ids = self._held[1], self._kv_held[1]
             for dim, (first, count) in enumerate((batch, heads)):
                 if first is not None and part.status.shape[dim] > 1:

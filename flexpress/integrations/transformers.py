@@ -117,7 +117,7 @@ def mask(
         q_offset = q_offset.clone()  # the cache adds to its own in place, before the kernels read this
     mask_mod = _mask_mod(mask_function, q_offset, kv_offset, None if padding is None else padding.expand(batch_size, -1))
     block_mask = None
-    if torch.compiler.is_compiling() or bind(mask_mod, "mask")[0].tensors:
+    if torch.compiler.is_compiling() or bind(mask_mod, "mask", device)[0].tensors:
         columns = -(-kv_length // DEFAULT_BLOCK_SIZE)  # as many as there are: nobody waits for the densest row
         block_mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device, capacity=columns)
     return Mask((batch_size, 1, q_length, kv_length), mask_mod, block_mask, config)

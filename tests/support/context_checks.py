@@ -394,6 +394,43 @@ def softcap_and_scale():
     compare(tensors(640), mods.causal, mods.softcap(5.0), scale=0.3)
 
 
+@check(2)
+def what_is_captured_is_read_as_elsewhere():
+    """A tensor that is expanded gets its gradient once, one of inference mode none; and a mod may ask for the device, with integers that
+    leave int32."""
+    table = torch.randn(1, 1040, requires_grad=True)
+    spread = table.expand(2, 1040)
+    with torch.inference_mode():
+        slopes = torch.tensor([0.1, 0.3])
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        steps = torch.arange(7, device=q_idx.device)
+        return score + spread[h, q_idx - kv_idx + 520] + slopes[h] * steps[(q_idx * 1103515245 + kv_idx) % 7]
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        steps = torch.arange(7, device=q_idx.device)
+        return (steps[(q_idx * 1103515245 + kv_idx) % 7] < 6) & (kv_idx <= q_idx)
+
+    compare(tensors(520), mask_mod, score_mod, [table])
+
+
+@check(2)
+def hooks_that_lay_out_saved_tensors_anew():
+    plan = ContextPlan(q_len=256, mask_mod=mods.causal, device=here())
+    q, k, v = (torch.randn(1, 2, 128, 16, device=here(), requires_grad=True) for _ in range(3))
+
+    def gradients(unpack):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            out = flex_attention(q, k, v, context=plan)
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    expected = gradients(lambda t: t)
+    for dims in ((-1, -2), (1, 2)):
+        found = gradients(lambda t, dims=dims: t.transpose(*dims).contiguous().transpose(*dims) if t.ndim > 2 else t)
+        for gradient, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient, exact)
+
+
 @check(4)
 def keys_of_its_own_alone():
     """No rank needs another's, and nothing is exchanged."""
