@@ -108,7 +108,7 @@ template <class A, class B> INLINE Both<A, B> quotient(A x, B y) {  // rounded t
         typedef double Wide __attribute__((vector_size(LANES * 8)));
         const Int a(x), b(where(Int(y) == 0, 1, Int(y)));
         return Int(converted<Int::Native>(converted<Wide>(a.v) / converted<Wide>(b.v)));
-    } else return lanewise([](T a, T b) { return b == 0 ? T(0) : b == T(-1) ? T(0 - a) : T(a / b); }, x, y);
+    } else return lanewise([](T a, T b) { return b == 0 ? T(0) : std::is_signed_v<T> && b == T(-1) ? T(0 - a) : T(a / b); }, x, y);
 }
 template <class A, class B> INLINE Both<A, B> fmod_int(A x, B y) { return x - quotient(x, y) * y; }
 template <class A, class B> INLINE Both<A, B> floor_div_int(A x, B y) {

@@ -190,8 +190,8 @@ CAPTURES = [
     ),
     Mutant(
         "codegen/mod/runs.py",
-        "if self.with_grad and node.dtype.is_floating_point and not torch.is_grad_enabled():",
-        "if False:",
+        "return self.with_grad and not torch.is_grad_enabled()",
+        "return False",
         named("trace", "without_grad"),
         "no_grad inside a mod is ignored",
     ),
@@ -692,8 +692,8 @@ CHECKS = [
     ),
     Mutant(
         "flexpress/distributed/attention.py",
-        "*captured, *of_masks)",
-        "*captured)",
+        "*saved, *of_masks)",
+        "*saved)",
         named("context", "written_to"),
         "a mask's tensor may be overwritten before the backward pass",
     ),
@@ -1777,6 +1777,48 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
     ),
 ]
 VARIOUS = [
+    Mutant(
+        "codegen/mod/dispatch.py",
+        "    if not running().hides_gradients() or any(found is a for a in args):\n        return found\n    return _without_gradient(found)",
+        "    return found",
+        named("backward", "no_grad_makes"),
+        "what is only moved keeps the gradient that no_grad hides",
+    ),
+    Mutant(
+        "codegen/text/addresses.py",
+        "if index.dtype.itemsize < 4:",
+        "if False:",
+        named("cpp", "small_integers"),
+        "a stride is brought into int8",
+    ),
+    Mutant(
+        "codegen/text/expressions.py",
+        "if difference and not self.target.rows_before_first:",
+        "if difference:",
+        named("prefill", "negative_positions"),
+        "bits of negative positions are no differences",
+    ),
+    Mutant(
+        "flexpress/distributed/attention.py",
+        "captured = [apart(t) for t in values[: len(graph.tensors)]]",
+        "captured = values[: len(graph.tensors)]",
+        named("context", "captured_is_read"),
+        "an expanded tensor gets its gradient several times",
+    ),
+    Mutant(
+        "codegen/run/backward.py",
+        "return out if out.stride() == do.stride() else with_rows(out), rows.values.contiguous()",
+        "return out, rows.values",
+        named("kinds_of_tensors", "anew"),
+        "what hooks have laid out anew is read as it was",
+    ),
+    Mutant(
+        "flexpress/transformed.py",
+        "graph, values = bind_once(mod, kind, device)",
+        "graph, values = bind_once(mod, kind, None)",
+        named("functions", "asks_for"),
+        "a mod is told no device inside torch.func",
+    ),
     Mutant(
         "templates/_strides.jinja",
         '{{ names | join(", ") }} = {{ names | join(".to(%s.int64) * VECTOR, " % tl) }}.to({{ tl }}.int64) * VECTOR',

@@ -463,3 +463,42 @@ def test_batch_entries_that_share_a_bias_are_computed_beside_each_other(name, in
     kernels = [preview(make(*learned), head_dim=64), *(c.spec for c in backward)]
     expected = {"forward", "backward_dq", "backward_dkv"} if inside else set()
     assert {spec.template for spec in kernels if spec.flag["BATCH_INSIDE"]} == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        lambda x: x.to(torch.bfloat16).float(),
+        lambda x: x.clone(),
+        lambda x: x**1,
+        lambda x: torch.stack([x, x]).flip(0)[0],
+        lambda x: torch.stack([x, x]).unbind(0)[1],
+        lambda x: x * 1.5,
+        lambda x: torch.as_tensor(x),  # which is x itself, with its gradient
+    ],
+    ids=["cast", "clone", "power", "flip", "unbind", "product", "x itself"],
+)
+def test_no_gradient_flows_through_what_no_grad_makes(hidden, device):
+    q, k, v = (torch.randn(1, 1, 32, 16, device=device) for _ in range(3))
+
+    def mod(score, *_):
+        x = score * 2
+        with torch.no_grad():
+            y = hidden(x)
+        return x * 0.5 + y
+
+    given, exact = q.clone().requires_grad_(), q.double().requires_grad_()
+    flex_attention(given, k, v, mod).square().sum().backward()
+    (mod(exact @ k.double().mT * 0.25).softmax(-1) @ v.double()).square().sum().backward()
+    assert relative_error(given.grad, exact.grad) < 1e-2
+
+
+def test_a_deterministic_gradient_by_the_score_is_refused():
+    q, table = torch.randn(1, 2, 20, 16), torch.randn(64, requires_grad=True)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + table[(score * 4).int() + 20]
+
+    with pytest.raises(NotImplementedError, match="deterministic=True: .* indexed by the score"):
+        flex_attention(q, q, q, mod, deterministic=True).sum().backward()

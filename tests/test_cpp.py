@@ -540,3 +540,30 @@ def test_any_number_of_threads_gives_the_same_gradients(batch, length):
         found.append(torch.autograd.grad(out.sum(), (*inputs, table, rows)))
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.int32])
+def test_small_integers_as_indices(in_cpp, dtype):
+    """Strides and sizes are no numbers of their dtype."""
+    bucket, q = (torch.arange(256) % 100).to(dtype), torch.randn(1, 8, 256, 16)
+    by_head, long, wide = (torch.randn(shape, requires_grad=True) for shape in ((100, 8), (40000,), (100, 300)))
+    cases = {
+        by_head: (lambda s, b, h, m, n: s + by_head[bucket[n], h], lambda t, at: t[at].T[:, None]),
+        long: (lambda s, b, h, m, n: s + long[bucket[n]], lambda t, at: t[at][None]),
+        wide: (lambda s, b, h, m, n: s + wide[bucket[n], m], lambda t, at: t[at][:, :256].T),
+    }
+    for table, (mod, dense) in cases.items():
+        exact = table.detach().double().requires_grad_()
+        expected = torch.nn.functional.scaled_dot_product_attention(*[q.double()] * 3, attn_mask=dense(exact, bucket.long())[None])
+        out = flex_attention(q, q, q, mod)
+        assert relative_error(out.detach(), expected.detach()) < 1e-5
+        found, wanted = (torch.autograd.grad(o.square().sum(), t)[0] for o, t in ((out, table), (expected, exact)))
+        assert relative_error(found, wanted) < 1e-4
+
+
+def test_bytes_divided_by_255(in_cpp):
+    """Which is no -1."""
+    values = torch.arange(256, dtype=torch.uint8)
+    for mod in (lambda b, h, m, n: values[n] // 255 == 0, lambda b, h, m, n: values[n] % 255 == values[n]):
+        seen = create_mask(mod, 1, 1, 1, 256, device="cpu")[0, 0, 0]
+        assert seen[:255].all() and not seen[255]

@@ -362,6 +362,14 @@ def complex_cast(score, b, h, q_idx, kv_idx):
     return score.to(torch.complex64)
 
 
+def float8_cast(score, b, h, q_idx, kv_idx):
+    return score.to(torch.float8_e4m3fn).float()
+
+
+def unsigned_cast(score, b, h, q_idx, kv_idx):
+    return score + q_idx.to(torch.uint64)
+
+
 def a_string(score, b, h, q_idx, kv_idx):
     return score + "1"
 
@@ -474,6 +482,8 @@ SCORE_CASES = [
     (a_vector, "a value of shape 5", "score.new_zeros(5)", "the shape is ()"),
     (reinterpreted, "Tensor.view(dtype) is not a supported operation", "score.view(torch.int32)", ".to(dtype)"),
     (complex_cast, "a cast to torch.complex64", "score.to(torch.complex64)", "real-valued"),
+    (float8_cast, "a cast to torch.float8_e4m3fn", "score.to(torch.float8_e4m3fn)", "Cast to one of bfloat16, bool"),
+    (unsigned_cast, "a cast to torch.uint64", "q_idx.to(torch.uint64)", "Cast to one of bfloat16, bool"),
     (a_string, "'1' (str) is used where a number is needed", 'score + "1"', "Python numbers"),
     (a_list, "returns a list", "def a_list", "Return one scalar"),
     (stores_into_the_table, "__setitem__ is not a supported operation", "TABLE[0, 0] = score", "Supported are"),

@@ -125,3 +125,16 @@ def test_windows_of_any_size(device, window):
         out = flex_attention(q, k, v, mask_mod=mask, kernel_options={"BACKEND": backend})
         for found, wanted in zip((out, *torch.autograd.grad(out.sum(), (q, k, v))), (expected, *gradients), strict=True):
             assert (found - wanted).abs().max() <= (1e-5 if device == "cpu" else 2e-2) * max(1.0, wanted.abs().max())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_numbers_on_both_sides(device):
+    """What is added to a position may be as large as what decides without it."""
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (kv_idx + (2**28 - 1) <= 2**28 + 100) & (kv_idx >= q_idx - 1000)
+
+    q, v = torch.zeros(1, 1, 256, 16, device=device), torch.eye(256, device=device)[None, None]
+    seen = flex_attention(q, q, v, mask_mod=mask_mod)[0, 0] > 0
+    positions = torch.arange(256, device=device)
+    assert torch.equal(seen, mask_mod(0, 0, positions[:, None], positions[None]))

@@ -421,3 +421,21 @@ def test_pages_beyond_2_31_elements(forced):
     out = cached_attention(q, *caches, kv_len, page_table=table, cu_seqlens_q=cu)
     expected = dense_attention(q.view(2, 250, 16, D).transpose(1, 2), k, v, None, mods.causal)[0]
     assert relative_error(out.view(2, 250, 16, D).transpose(1, 2), expected) < 4e-3
+
+
+def test_distances_of_negative_positions(monkeypatch):
+    """The difference of positions from 0 on is that of bits, but not before."""
+    launched = forward_on_cpu(monkeypatch)
+    monkeypatch.setattr(prefill, "LEAST", 128)
+
+    def squared(score, b, h, q_idx, kv_idx):
+        return score - 0.002 * (q_idx - kv_idx).float() ** 2
+
+    batch = Batch([200, 190, 300], [345, 33, 10], page_size=16)
+    out = cached_attention(**batch.arguments(), score_mod=squared, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx >= 0, check=False)
+    assert len(launched) == 1
+    q, k, v = (t.double() for t in batch.sequences()[1])
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    positions = torch.arange(190)[:, None] + (33 - 190)
+    scores = squared(q @ k.mT * q.shape[-1] ** -0.5, 0, 0, positions, torch.arange(33)[None])
+    assert relative_error(out[200:390], (scores.softmax(-1) @ v)[0].transpose(0, 1)) < 1e-2

@@ -185,3 +185,8 @@ def test_slices_of_a_mask(index):
     q, k, v = (torch.randn(len(b), len(h), n, 16) for n in (len(at), S, S))
     exact = (q.double() @ k.double().mT / 4).masked_fill(~whole, float("-inf")).softmax(-1).nan_to_num(0) @ v.double()
     assert relative_error(flex_attention(q, k, v, block_mask=mask), exact) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_batch_entries(device):
+    assert create_mask(lambda b, h, m, n: b * 32767 >= 0, 70000, 1, 1, 1, device=device).all()

@@ -104,6 +104,10 @@ class Run(metaclass=_RunType):
         """A new node, as operations go on with it."""
         return node
 
+    def hides_gradients(self) -> bool:
+        """Is this within torch.no_grad(), and gradients flow outside of it?"""
+        return False
+
     def error(self, problem: str, remedy: str = "") -> ModError:
         return mod_error(problem, remedy, self.source(), self.kind)
 

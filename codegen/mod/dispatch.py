@@ -70,7 +70,25 @@ _FROM_NUMBER = {torch.tensor, torch.scalar_tensor, torch.as_tensor}
 
 
 def dispatch(function, args: tuple, kwargs: dict):
-    """One torch function or Python operator met while tracing: in the kernel if it touches a symbol, else on the host."""
+    """One torch function or Python operator met while tracing: in the kernel if it touches a symbol, else on the host.
+
+    Within torch.no_grad() no gradient flows through what it gives, also where no node is made; what it gives back as it was keeps its own.
+    """
+    found = _dispatched(function, args, kwargs)
+    if not running().hides_gradients() or any(found is a for a in args):
+        return found
+    return _without_gradient(found)
+
+
+def _without_gradient(found):
+    if type(found) in (list, tuple):
+        return type(found)(map(_without_gradient, found))
+    if type(found) is Vector and not found.rows:
+        return Vector([_without_gradient(item) for item in found.items], found.shape)
+    return Sym(running().made(found.expr)) if type(found) is Sym else found
+
+
+def _dispatched(function, args: tuple, kwargs: dict):
     trace = running()
     if draws_in_torch(function):
         if not is_off(function, args, kwargs):

@@ -9,7 +9,7 @@ from .expr import Expr, ModGraph, symbols_in, walk
 from .ops import FUNCTIONS
 
 MANY = 8  # loads of a mod: each is as wide as a tile, and what is made of it as large
-_DETACHED = FUNCTIONS[torch.detach].name
+DETACHED = FUNCTIONS[torch.detach].name
 POSITIONS = frozenset({"q_idx", "kv_idx"})
 
 
@@ -25,7 +25,7 @@ def loads_of(graph: ModGraph) -> list[Expr]:
 @remembered("tensors that gradients reach", 256)
 def reached_by_gradients(graph: ModGraph) -> frozenset[int]:
     """Which captured tensors autograd would go back to, maybe with zeros: not those that are only detached or compared."""
-    ends = {id(n) for n in walk(graph.result) if n.op == _DETACHED or not n.dtype.is_floating_point}
+    ends = {id(n) for n in walk(graph.result) if n.op == DETACHED or not n.dtype.is_floating_point}
     return frozenset(n.attr for n in walk(graph.result, ends) if n.op in ("load", "row"))
 
 

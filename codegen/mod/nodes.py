@@ -198,6 +198,8 @@ def cast(symbol, dtype: torch.dtype) -> Sym:
         raise trace.error(f"a cast to {dtype!r}", "Cast to a torch dtype; symbols stay on their device.")
     if dtype.is_complex:
         raise trace.error(f"a cast to {dtype}", "Mods are real-valued.")
+    if dtype not in DTYPES:
+        raise trace.error(f"a cast to {dtype}", f"Cast to one of {', '.join(sorted(str(d).removeprefix('torch.') for d in DTYPES))}.")
     if expr.dtype == dtype and not expr.weak:
         return symbol if isinstance(symbol, Sym) else Sym(expr)
     if expr.is_literal:

@@ -24,7 +24,7 @@ from .rows_runs import BOUNDED, WITHIN
 from .symbols import Sym
 
 POSITIONS_END = "positions_end"  # a symbol: where the positions of the axis end
-_BOUND = 1 << 28  # positions and their differences are smaller: comparisons with more than that are decided, as `bounded` knows
+_BOUND = 1 << 28  # positions, and what is added to them, are smaller: comparisons with twice as much are decided, as `bounded` knows
 
 
 class _Bounds(NamedTuple):

@@ -12,7 +12,7 @@ def _within(position: torch.Tensor, first: torch.Tensor, count: torch.Tensor) ->
 
 
 def _bounded(limit: torch.Tensor) -> torch.Tensor:
-    return limit.clamp(-(1 << 28), 1 << 28).to(torch.int32)
+    return limit.clamp(-(1 << 29), 1 << 29).to(torch.int32)
 
 
 WITHIN = Op("within", _within, (), "within({0}, {1}, {2})", "common")

@@ -19,7 +19,7 @@ from .capture import CaptureReader
 from .current import WEAK_DTYPE, Operations, Run, Symbolic, device_of_call
 from .errors import ModError, mod_error
 from .expr import Expr, ExprTable, ScalarCapture, SourceLine, TensorCapture
-from .ops import FUNCTIONS
+from .loads import DETACHED
 from .program import UNKNOWN_NUMBERS, HostProgram, Untrackable, fits_int32
 from .purity import FACTORIES, changes_in_place
 from .stand_ins import HostNumber, as_python, pinned, plain_place, value_of
@@ -229,16 +229,16 @@ class EagerRun(TracingRun):
         self.note_made(found, args, kwargs)
         return found
 
+    def hides_gradients(self) -> bool:
+        return self.with_grad and not torch.is_grad_enabled()
+
     def made(self, node: Expr) -> Expr:
-        """Within torch.no_grad() no gradient flows through an operation."""
-        if self.with_grad and node.dtype.is_floating_point and not torch.is_grad_enabled():
-            return self.table.make(FUNCTIONS[torch.detach].name, (node,), node.dtype, source=node.source)
-        return node
+        hidden = node.dtype.is_floating_point and self.hides_gradients() and node.op != DETACHED
+        return self.table.make(DETACHED, (node,), node.dtype, source=node.source) if hidden else node
 
     @contextmanager
     def active(self):
-        """With autograd.Functions in reach, calls are watched (but not under a profiler): one that makes no node of a symbol, as one that
-        reverses gradients, is met where it is applied."""
+        """With autograd.Functions in reach, calls are watched (but not under a profiler): some make no node, and are met as applied."""
         with super().active():
             if not self.watches or sys.getprofile() is not None:
                 yield self

@@ -111,6 +111,10 @@ def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
         covered = set(plain) | ({"b"} if case.one_batch else set()) | ({"h"} if case.one_head else set())
         if distinct and {"b", "h", "q_idx", "kv_idx"} <= covered:
             return "store"
+        if case.deterministic and "score" in symbols:
+            raise NotImplementedError(
+                "deterministic=True: gradients of a captured tensor indexed by the score are added in any order; detach() it"
+            )
         return "slab" if case.deterministic else "atomic"
     return "row" if "q_idx" in symbols else "column" if "kv_idx" in symbols else "head"
 

@@ -53,6 +53,8 @@ class Addresses:
         offset, checks = [], []
         for dim, index in enumerate(node.args):
             code = self.expressions.codes[id(index)]
+            if index.dtype.itemsize < 4:  # what it is multiplied with, and compared to, is no number of its dtype
+                code = self.language.cast(code, torch.int32)
             if not self._is_inside(node, dim):
                 code = self._checked(node, dim, code, checks)
             offset += self._offset(node, dim, code)

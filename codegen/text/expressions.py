@@ -69,7 +69,7 @@ class Expressions:
         signs = row_of(node).signs
         if not self.target.exact_indices or len(signs) != 2 or self.by_distance and difference:
             return None
-        if difference:
+        if difference and not self.target.rows_before_first:  # it is one of positions from 0 on
             return self.language.float_difference(*(self.codes[id(a)] for a in node.args))
         for part in (node, *node.args):
             low, high = self.range_of(part)
