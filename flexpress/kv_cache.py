@@ -97,9 +97,9 @@ def update_cache(
                   two tokens with one place any may stay
 
     Other arguments as for cached_attention: kv_len counts the new positions, too. k_cache and v_cache are changed; their head dims must be
-    contiguous. Where they overlap, as
-    values that are a view of the keys, key and value must agree there: of two numbers for one place any may stay. They may have another
-    dtype than key and value have, float8_e4m3fn too, then k_scale and v_scale divide what is written. Returns the turned query, or None.
+    contiguous. Where they overlap, as values that are a view of the keys, key and value must agree there: of two numbers for one place
+    any may stay. They may have another dtype than key and value have, float8_e4m3fn too, then k_scale and v_scale divide what is written.
+    Returns the turned query, or None.
 
     Raises ValueError or TypeError for arguments, NotImplementedError for kinds of tensors that kernels cannot read and,
     unless gradients are off (torch.no_grad), where one of them requires grad.

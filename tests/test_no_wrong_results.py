@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os  # noqa: F401  # for expressions
 import random
+import secrets  # noqa: F401  # the same
 from random import randint  # noqa: F401 - in texts below
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 
 from flexpress import ModError, flex_attention
 from flexpress.codegen.mod.bind import bind
+from support.dense import relative_error
 
 NUMBERS = torch.tensor([0.25, 0.5, 0.75, 1.0])
 GENERATOR, LEGACY, PYTHONS, TORCHS = np.random.default_rng(0), np.random.RandomState(0), random.Random(3), torch.Generator()
@@ -97,6 +100,12 @@ DRAWN = {
         "F.alpha_dropout(score, 0.1, True)",
         "F.rrelu(score, training=True)",
         "score * F.gumbel_softmax(NUMBERS)[h]",
+        "score * F.fractional_max_pool2d(NUMBERS.repeat(4).view(1, 4, -1), 2, output_size=2).flatten()[h]",
+        "score * F.scaled_dot_product_attention(*[NUMBERS[None]] * 3, dropout_p=0.5)[0, h]",
+        "score * F.scaled_dot_product_attention(*[NUMBERS[None]] * 3, None, 0.5)[0, h]",
+        "score * torch.nn.init.kaiming_uniform_(NUMBERS[None].clone())[0, h]",
+        "score * os.urandom(1)[0]",
+        "score * secrets.randbelow(9)",
         "score.uniform_()",
         "score * torch.empty(()).uniform_()",
         "score * NUMBERS.clone().normal_()[h]",
@@ -367,3 +376,14 @@ def test_numpy_arrays_that_meet_a_position_name_the_line():
             bind(mod, "score")
     with pytest.raises(ModError, match="torch.as_tensor"):
         bind(lambda score, b, h, q_idx, kv_idx: score * array[q_idx], "score")
+
+
+def test_attention_without_dropout_draws_nothing():
+    q = torch.randn(1, 1, 8, 16)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * F.scaled_dot_product_attention(*[NUMBERS[None]] * 3, dropout_p=0.0)[0, q_idx % 4]
+
+    exact = F.scaled_dot_product_attention(*[NUMBERS[None]] * 3)[0, torch.arange(8) % 4]
+    scores = q.double() @ q.double().mT * 0.25 * exact.double()[:, None]
+    assert relative_error(flex_attention(q, q, q, mod), scores.softmax(-1) @ q.double()) < 1e-5

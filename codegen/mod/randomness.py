@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import linecache
+import os
 import random
 import re
 import sys
@@ -28,7 +29,8 @@ _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.ran
 _TORCHS = re.compile(
     r"(rand|randn|randint)(_like)?|randperm|multinomial|poisson|binomial|_?standard_gamma|_?sample_dirichlet|gumbel_softmax"
     r"|(bernoulli|cauchy|exponential|geometric|log_normal|normal|random|uniform)_?"
-    r"|((alpha|feature|feature_alpha|native)_)?dropout[123]?d?_?|rrelu_?"
+    r"|((alpha|feature|feature_alpha|native)_)?dropout[123]?d?_?|rrelu_?|scaled_dot_product_attention|fractional_max_pool[23]d(_with_indices)?"
+    r"|((xavier|kaiming)_(uniform|normal)|trunc_normal|orthogonal|sparse)_"
 )
 _MOST = 512  # values that are looked through
 
@@ -65,7 +67,7 @@ def draws_in_python(function) -> bool:
         return False
     home = getattr(function, "__module__", None)
     return isinstance(getattr(function, "__self__", None), _GENERATORS) or (
-        isinstance(home, str) and (home == "random" or home.startswith("numpy.random"))
+        isinstance(home, str) and (home in ("random", "secrets") or home.startswith("numpy.random") or function is os.urandom)
     )
 
 
@@ -78,8 +80,11 @@ def draws(function, args: tuple, kwargs: dict) -> bool:
 
 
 def is_off(function, args: tuple, kwargs: dict) -> bool:
-    """Is this a dropout outside training?"""
-    if "dropout" not in getattr(function, "__name__", ""):
+    """Is this a dropout outside training, or attention without one?"""
+    name = getattr(function, "__name__", "")
+    if name == "scaled_dot_product_attention":
+        return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    if "dropout" not in name:
         return False
     training = next((kwargs[name] for name in ("training", "train") if name in kwargs), args[2] if len(args) > 2 else True)
     return not training
