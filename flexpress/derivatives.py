@@ -128,7 +128,7 @@ class Gradients(torch.autograd.Function):
         bound = problem.bound(q, k, v, captured)
         d_out, d_lse = map(_plain, (d_out, d_lse))
         options = {"wanted": frozenset(wanted), "deterministic": problem.deterministic}
-        *found, of_captured, _ = backward(bound, out.detach(), Rows(rows.detach().contiguous(), False), d_out, d_lse, **options)
+        *found, of_captured, _ = backward(bound, out.detach(), Rows(rows.detach(), False), d_out, d_lse, **options)
         return *found, *(of_captured[i].to(captured[i].device) for i in wanted)
 
     @staticmethod

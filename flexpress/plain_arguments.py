@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import numbers
-
-import numpy as np
 import torch
+
+from .mods._arguments import as_flag
 
 
 def flag(name: str, value) -> bool:
     """The argument `name` as a bool. TypeError for anything but bools, numpy's too, and the integers 0 and 1: a word would count as True,
     and an array has no truth."""
-    if isinstance(value, torch.SymBool):  # torch's compiler traces, and has no bool to look at
-        return value  # type: ignore[return-value]  # it acts as one
-    if isinstance(value, (numbers.Integral, np.bool_)) and value in (0, 1):
-        return bool(value)
+    if (found := as_flag(value)) is not None:
+        return found
     raise TypeError(f"{name} must be True or False, got {type(value).__name__} {repr(value)[:80]}")
 
 

@@ -68,12 +68,18 @@ def has_values(tensor: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def flag(recipe: str, name: str, value: object) -> bool:
-    """`value` as a bool; TypeError for anything but bools, numpy's too, and 0 and 1: a tensor would be read, and a word counts as True."""
+def as_flag(value: object) -> bool | None:
+    """A bool, numpy's too, or 0 or 1 as a bool; None for all else."""
     if isinstance(value, torch.SymBool):  # torch's compiler traces, and has no bool to look at
         return value  # type: ignore[return-value]  # it acts as one
-    if (isinstance(value, numbers.Integral) or type(value).__name__ in ("bool", "bool_")) and value in (0, 1):
-        return bool(value)
+    is_whole = isinstance(value, numbers.Integral) or type(value).__name__ in ("bool", "bool_")  # numpy's, which is no number
+    return bool(value) if is_whole and value in (0, 1) else None
+
+
+def flag(recipe: str, name: str, value: object) -> bool:
+    """`value` as a bool; TypeError for anything but bools, numpy's too, and 0 and 1: a tensor would be read, and a word counts as True."""
+    if (found := as_flag(value)) is not None:
+        return found
     raise TypeError(f"{recipe}(): {name} must be True or False, got {_described(value)}; pass one of them")
 
 

@@ -40,7 +40,7 @@ class Row:
         if self.length > WIDEST:
             raise run.error(f"a dot product of rows of {self.length} elements", f"Kernels have tiles for rows of {WIDEST} at most.")
         nodes = tuple(rows[axis].node() for axis in ("q_idx", "kv_idx"))
-        return cast(Sym(run.made(run.table.make("dot", nodes, torch.float32, attr=self.length, source=run.source()))), dtype)
+        return cast(Sym(run.table.make("dot", nodes, torch.float32, attr=self.length, source=run.source())), dtype)
 
     def node(self) -> Expr:
         run = running()

@@ -37,7 +37,7 @@ def apply(row: Op, args: tuple, kwargs: dict) -> Sym:
     folded = _fold(row, operands, dtype)
     if folded is not None:
         return Sym(folded)
-    return Sym(trace.made(trace.table.make(row.name, operands, dtype, source=trace.source())))
+    return Sym(trace.table.make(row.name, operands, dtype, source=trace.source()))
 
 
 def with_named(args: tuple, kwargs: dict) -> tuple:
@@ -145,7 +145,7 @@ def index_tensor(tensor: torch.Tensor, index: tuple) -> Sym | TensorView:
             else trace.table.make("cast", (number,), tensor.dtype, source=trace.source())
         )
     capture = trace.tensor_index(tensor)
-    return Sym(trace.made(trace.table.make("load", exprs, tensor.dtype, attr=capture, source=trace.source())))
+    return Sym(trace.table.make("load", exprs, tensor.dtype, attr=capture, source=trace.source()))
 
 
 def literal_tensor(value, dtype: torch.dtype | None) -> Sym:

@@ -19,8 +19,6 @@ from .integers import ANY_LENGTH, USUAL, WITHOUT_ROW, limits_of, too_large, with
 from .program import fits_int32
 from .trace import known_graph
 
-_MOST = *ANY_LENGTH[:2], INDEX_BOUND, INDEX_BOUND  # extents at which nothing is looked at anew
-
 _fit: dict[ModGraph, bool] = Table("mods of small integers", 4096)
 _suited: dict[tuple, ModGraph] = Table("mods in int64", 1024)
 _literal: dict[tuple, ModGraph] = Table("mods with large numbers", 256)
@@ -49,7 +47,9 @@ def in_wide_integers(mod: tuple[ModGraph, list], extents: tuple[int, ...]) -> tu
     if fit is None:
         fit = _fit[graph] = not too_large(graph.result, limits_of(graph.result))
     numbers = values[len(graph.tensors) :]
-    if fit and all(n <= most for n, most in zip(extents, _MOST, strict=True)) and (not numbers or max(map(abs, numbers)) <= USUAL):
+    B, H, Q_LEN, KV_LEN = extents
+    usual = Q_LEN <= INDEX_BOUND and KV_LEN <= INDEX_BOUND and ANY_LENGTH[0] >= B and ANY_LENGTH[1] >= H
+    if fit and usual and (not numbers or max(map(abs, numbers)) <= USUAL):
         return mod
     numbers = [abs(v) if type(v) is int else 0 for v in numbers]
     bits = tuple(max(n - 1, 0).bit_length() for n in extents)

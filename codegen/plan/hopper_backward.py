@@ -251,14 +251,12 @@ def _spec(
 
 def _head_dims(name: str, d: int, padded_dim: int) -> dict[str, int]:
     """The flags of a head dim. 192 columns lie in slices of 64, of which the last one has a REST that is not all padding."""
-    slices = 3 if padded_dim == 192 else 1
-    rest = round_up_head_dim(d - 128) if slices > 1 else 0
+    in_slices = padded_dim == 192
     return {
         f"D_{name}": d,
         f"D_{name}_ROUNDED": padded_dim,
-        f"{name}_SLICES": slices,
-        f"D_{name}_SLICE": padded_dim // slices,
-        f"{name}_REST": rest,
+        f"D_{name}_SLICE": 64 if in_slices else padded_dim,
+        f"{name}_REST": round_up_head_dim(d - 128) if in_slices else 0,
     }
 
 
