@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import flexpress.cached
 import flexpress.kv_cache
-from flexpress.fakes import fake_of
+from flexpress.fakes import fake_of, operator_of_mods
 from flexpress.float8 import output_dtype
 from flexpress.programs import Captures, on_device, read_program
 
@@ -18,7 +18,7 @@ from .codegen.device.counters import nothing_kept
 from .codegen.run.layouts import traced_like
 
 
-@torch.library.custom_op("flexpress::cached_attention", mutates_args=())
+@operator_of_mods("cached_attention")
 def cached_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,

@@ -1,11 +1,34 @@
-"""Fake implementations of operators whose arguments users give themselves: what outputs look like, without values."""
+"""How operators of torch.library are made: their lists, and fake implementations of those whose arguments users give themselves."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 
 import torch
+
+_MAY_BE_EMPTY = re.compile(r"\[\] (?=(tensors|ints|floats|lists|starts|wanted)\b)")
+
+
+def operator_of_mods(name: str) -> Callable:
+    """As torch.library.custom_op, where what mods capture and a mask's lists may be None: that is what AOTInductor and torch's C++ wrapper
+    make of an empty list."""
+
+    def register(function: Callable):
+        schema = torch.library.infer_schema(function, mutates_args=())
+        places = [i for i, parameter in enumerate(schema.split(",")) if _MAY_BE_EMPTY.search(parameter)]
+
+        @functools.wraps(function)
+        def with_lists(*given):
+            found = list(given)
+            for place in places:
+                found[place] = [] if found[place] is None else found[place]
+            return function(*found)
+
+        return torch.library.custom_op(f"flexpress::{name}", with_lists, mutates_args=(), schema=_MAY_BE_EMPTY.sub("[]? ", schema))
+
+    return register
 
 
 def fake_of(operator) -> Callable[[Callable], Callable]:

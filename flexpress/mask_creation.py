@@ -12,7 +12,7 @@ from flexpress.checks import block_size, extent, whole
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.plain_arguments import resolve_device
-from flexpress.programs import captures_of
+from flexpress.programs import argument_of, captures_of
 from flexpress.recorded import bound_mod
 
 from .codegen.compiling import runs_uncompiled
@@ -41,7 +41,7 @@ def _tables(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blo
     captures = captures_of((graph, values))
     return tuple(
         torch.ops.flexpress.block_lists(
-            *captures, list(extents), list(size), separate_full_blocks, capacity, resolve_device(device), text_of(graph)
+            *captures, list(extents), list(size), separate_full_blocks, capacity, resolve_device(device), argument_of(text_of(graph))
         )
     )
 
@@ -112,7 +112,7 @@ def create_mask(mod_fn: MaskMod | ScoreMod, B: int | None, H: int | None, Q_LEN:
     kind = "score" if _positional(mod_fn) == 5 else "mask"
     if recording():
         graph, values = bound_mod(mod_fn, kind, device)
-        return torch.ops.flexpress.dense_mask(*captures_of((graph, values)), list(extents), device, text_of(graph))
+        return torch.ops.flexpress.dense_mask(*captures_of((graph, values)), list(extents), device, argument_of(text_of(graph)))
     bound = in_wide_integers(bind(mod_fn, kind, device), extents)
     read_captured(bound, device, f"{kind}_mod")
     return masks.dense_mask(bound, *extents, device)

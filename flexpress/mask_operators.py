@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from flexpress.block_lists import made_transposed
+from flexpress.fakes import operator_of_mods
+from flexpress.plain_arguments import resolve_device
 from flexpress.programs import bound_graph, on_device, read_graph_once
 
 from .codegen.mod.tensors import read_captured
@@ -18,7 +20,7 @@ from .codegen.run import masks
 from .codegen.run.block_lists import lists_of
 
 
-@torch.library.custom_op("flexpress::block_lists", mutates_args=())
+@operator_of_mods("block_lists")
 def block_lists(
     tensors: list[torch.Tensor],
     ints: list[int],
@@ -36,6 +38,7 @@ def block_lists(
     capacity   how wide lists are; by default as wide as there are columns
     """
     capacity = -(-extents[3] // size[1]) if capacity is None else capacity
+    device = resolve_device(device)  # torch's C++ wrapper gives the CPU a number
     return masks.create_lists(
         _mask(tensors, ints, floats, device, mask, extents), tuple(extents), device, tuple(size), separate_full, capacity
     )
@@ -71,11 +74,12 @@ def _(lists, KV_LEN, size, interior):
     return [lists[0].new_empty(shape) for shape in shapes]
 
 
-@torch.library.custom_op("flexpress::dense_mask", mutates_args=())
+@operator_of_mods("dense_mask")
 def dense_mask(
     tensors: list[torch.Tensor], ints: list[int], floats: list[float], extents: list[int], device: torch.device, mod: str
 ) -> torch.Tensor:
     """bool `extents`, (B, H, Q_LEN, KV_LEN): a mask_mod's text everywhere, or where a score_mod's of zero scores is not -inf."""
+    device = resolve_device(device)  # torch's C++ wrapper gives the CPU a number
     return masks.dense_mask(_mask(tensors, ints, floats, device, mod, extents), *extents, device)
 
 

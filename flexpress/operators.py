@@ -21,6 +21,7 @@ from flexpress.autograd import ONCE
 from flexpress.block_mask import BlockMask
 from flexpress.call import bound
 from flexpress.dropout import Dropout
+from flexpress.fakes import operator_of_mods
 from flexpress.float8 import output_dtype, quantised
 from flexpress.mask_mods import noop_mask
 from flexpress.probabilities import NO_GRADIENT
@@ -85,7 +86,7 @@ def _halves(lists: list, both: bool) -> list[list]:
     return [lists[:half], lists[half:]] if both else [lists]
 
 
-@torch.library.custom_op("flexpress::flex_attention", mutates_args=())
+@operator_of_mods("flex_attention")
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -137,7 +138,7 @@ def _(query, key, value, tensors, ints, floats, lists, starts, scale, program, s
     )
 
 
-@torch.library.custom_op("flexpress::probability_statistics", mutates_args=())
+@operator_of_mods("probability_statistics")
 def probability_statistics(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -206,7 +207,7 @@ def _no_gradients(numbers: list) -> list | None:
 probability_statistics.register_autograd(_refuse_statistics, setup_context=_keep_inputs)
 
 
-@torch.library.custom_op("flexpress::flex_attention_backward", mutates_args=())
+@operator_of_mods("flex_attention_backward")
 def flex_attention_backward(
     d_out: torch.Tensor,
     d_lse: torch.Tensor | None,

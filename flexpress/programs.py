@@ -28,6 +28,24 @@ class Captures(NamedTuple):
 
 _TEXTS = {"score", "mask"}
 _compact = partial(json.dumps, separators=(",", ":"))
+_SPELT = ("~", "~0"), ("\\", "~1"), ("'", "~2"), ('"', "'")
+
+
+def argument_of(text: str) -> str:
+    """A JSON text as an operator takes it: torch's C++ wrapper writes arguments into C++ as they are, so without double quotes and
+    backslashes."""
+    for character, spelt in _SPELT:
+        text = text.replace(character, spelt)
+    return text
+
+
+def json_of(argument: str) -> str:
+    """The JSON text of an operator's argument, which files of earlier versions have as JSON."""
+    if argument.startswith('{"'):
+        return argument
+    for character, spelt in reversed(_SPELT):
+        argument = argument.replace(spelt, character)
+    return argument
 
 
 @dataclass(frozen=True)
@@ -61,7 +79,7 @@ class Program:
     def text(self) -> str:
         """Only what differs from the defaults."""
         parts = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return "{" + ",".join(f'"{k}":{v if k in _TEXTS else _compact(v)}' for k, v in parts.items()) + "}"
+        return argument_of("{" + ",".join(f'"{k}":{v if k in _TEXTS else _compact(v)}' for k, v in parts.items()) + "}")
 
     def mods(self, captures: Captures) -> tuple[GraphMod | None, GraphMod | None]:
         """score_mod and mask_mod, which capture these."""
@@ -76,7 +94,7 @@ class Program:
 def read_program(text: str) -> Program:
     """The program of a text. Raises ValueError for one that is none."""
     try:
-        parts = json.loads(text)
+        parts = json.loads(json_of(text))
         parts |= {k: _compact(parts[k]) for k in _TEXTS & parts.keys()}
         if "options" in parts:
             options = Options(*parts["options"])
@@ -88,7 +106,10 @@ def read_program(text: str) -> Program:
     return program
 
 
-read_graph_once = remembered("mods of operators", 1024)(read_graph)
+@remembered("mods of operators", 1024)
+def read_graph_once(text: str) -> ModGraph:
+    """The graph of a mod's text, be it JSON or an operator's argument."""
+    return read_graph(json_of(text))
 
 
 def captures_of(*bound: tuple[ModGraph, Sequence] | None) -> Captures:

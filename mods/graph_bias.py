@@ -22,8 +22,8 @@ def graph_bias(distances: Tensor, weight: Tensor) -> ScoreMod:
 
     Args:
         distances: integer tensor (N, N), or (B, N, N) for a graph of each batch element; `graph_distances` makes it of edges. int8 is
-            read fastest. What lies outside of `weight` adds nothing here; torch's own flex_attention wants none of that. Captured, not
-            copied.
+            read fastest. One that `weight` has no row for adds nothing here; torch's own flex_attention wants none of that. Negative ones
+            count from the end, as torch's indices do: -1 adds `weight[-1]`. Captured, not copied.
         weight: floating-point tensor (distances, Hq), the layout of an ``nn.Embedding``'s weight. May require grad. Captured, not copied.
 
     Returns:

@@ -122,6 +122,12 @@ def test_generate_reads_configs(tmp_path, change, expected):
         assert config.rms_norm_eps == 1e-6 and {name: getattr(config, name) for name in expected} == expected
 
 
+def test_other_models_are_refused():
+    """Granite's weights have a Llama's names and shapes, and what it computes has factors."""
+    with pytest.raises(ValueError, match="Llamas alone, and the config's model_type is 'granite'"):
+        engine().Config.of({"model_type": "granite", "num_attention_heads": 4, "hidden_size": 64})
+
+
 def test_generate_runs():
     options = "--requests 2 --systems 1 --system 9 --prompt 9 --new 3 --draft 3 --float8 --page-size 4 --rate 1000"
     command = [sys.executable, "examples/generate.py", *options.split(" ")]

@@ -176,6 +176,17 @@ def test_room_for_keys_to_come_is_hidden():
     assert torch.equal(create_mask(made.mask_mod, 2, None, 3, 9, "cpu"), expected)
 
 
+@pytest.mark.parametrize("q_offset", [8, torch.tensor(8)], ids=["dynamic", "static"])
+@pytest.mark.parametrize("given", [4, 9, 11, 12])
+def test_an_attention_mask_that_ends_before_the_queries(q_offset, given):
+    """Keys behind its end are hidden, as by transformers' own masks, also those that come before a query."""
+    made = integration.mask(2, 4, 14, q_offset=q_offset, attention_mask=torch.ones(2, given, dtype=torch.bool))
+    kv_idx = torch.arange(14)
+    expected = (kv_idx <= torch.arange(8, 12)[:, None]) & (kv_idx < given)
+    assert torch.equal(create_mask(made.mask_mod, 2, None, 4, 14, "cpu"), expected.expand(2, 1, 4, 14))
+    assert (made.block_mask is None) == (given == 12)  # nothing is padding, so nothing is read
+
+
 def test_chunked_attention():
     """The mask of Llama 4: chunks that padding moves."""
     from transformers.masking_utils import chunked_causal_mask_function
@@ -324,6 +335,9 @@ def test_dropout_in_training():
         found.append(model.train()(**given)[0])
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     found[0].sum().backward()
+    query, module = torch.randn(1, 2, 8, 16), torch.nn.Module().eval()  # a model that passes its probability in any case
+    out, _ = integration.attention(module, query, query, query, None, dropout=0.5, is_causal=True)
+    assert torch.equal(out, integration.attention(module, query, query, query, None, is_causal=True)[0])
 
 
 def test_attention_weights_are_not_output(llama):

@@ -38,6 +38,8 @@ class Config:
     @staticmethod
     def of(config: dict) -> Config:
         """From what a config.json holds. ValueError where the model would need more than is here."""
+        if config.get("model_type", "llama") != "llama":
+            raise ValueError(f"this example computes Llamas alone, and the config's model_type is {config['model_type']!r}")
         given = {name: value for name, value in config.items() if value is not None}
         rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))

@@ -107,7 +107,8 @@ def mask(
     if mask_function is None:
         mask_function = causal
     is_local = local_size is not None and kv_length >= local_size
-    padding = _padding(attention_mask, kv_length + kv_offset, hides_the_rest=allow_is_causal_skip and not is_local)
+    queries_end = q_offset + q_length if allow_is_causal_skip and not is_local else None
+    padding = _padding(attention_mask, kv_length + kv_offset, queries_end)
     if padding is None and not is_local and not isinstance(q_offset, torch.Tensor):
         starts_at_its_keys = q_length == 1 or q_length == kv_length or q_offset == 0
         if allow_is_bidirectional_skip or (allow_is_causal_skip and starts_at_its_keys):
@@ -123,14 +124,16 @@ def mask(
     return Mask((batch_size, 1, q_length, kv_length), mask_mod, block_mask, config)
 
 
-def _padding(attention_mask: torch.Tensor | None, length: int, hides_the_rest: bool) -> torch.Tensor | None:
-    """The attention_mask, False after its end; None if no key is padding and what comes after its end is none, or hidden in any case."""
+def _padding(attention_mask: torch.Tensor | None, length: int, queries_end: int | torch.Tensor | None) -> torch.Tensor | None:
+    """The attention_mask, False after its end; None if no key is padding and what comes after its end is none, or hidden in any case: where
+    queries, of which none sees beyond itself, have their last position before `queries_end`."""
     if attention_mask is None:
         return None
-    missing = length - attention_mask.shape[-1]
-    if (missing <= 0 or hides_the_rest) and not _without_values(attention_mask) and bool(attention_mask.all()):
+    given = attention_mask.shape[-1]
+    nothing_is_padding = not _without_values(attention_mask) and bool(attention_mask.all())
+    if nothing_is_padding and (given >= length or (queries_end is not None and bool(queries_end <= given))):
         return None
-    return torch.nn.functional.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
+    return torch.nn.functional.pad(attention_mask, (0, length - given)) if given < length else attention_mask
 
 
 def _without_values(tensor: torch.Tensor) -> bool:
@@ -208,7 +211,7 @@ def attention(
         kernel_options=kernel_options,
         mask_mod=mask_mod,
         sinks=s_aux,
-        dropout_p=dropout,
+        dropout_p=dropout if module.training else 0.0,
     )
     return out.transpose(1, 2).contiguous(), None
 
