@@ -266,14 +266,14 @@ def flex_attention(
     scale           a number, 1 / sqrt(D_QK) by default, or a tensor of one: it may be learned, and on a GPU it is not waited for
     enable_gqa      allows Hq to be a multiple of Hkv
     return_lse      also return lse; return_aux=AuxRequest(lse=True, ...) is the newer form: it gives an AuxOutput or AuxStatistics
-    kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, with or without the prefix fwd_;
+    kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, USE_TMA, with or without the prefix fwd_;
                     FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "PORTABLE" or torch's "TRITON" for the portable kernels;
                     "HOPPER" for the forward kernel for Hopper, or an error; "DECODE" or torch's "TRITON_DECODE" for that of up to 16
                     queries, which splits keys among programs; "CPP" for the kernels in C++ on a CPU, or an error);
                     for the backward pass BLOCK_M1, BLOCK_N1 (of dK and dV), BLOCK_M2, BLOCK_N2 (of dQ), with or without bwd_,
-                    bwd_num_warps, bwd_num_stages. ROWS_GUARANTEED_SAFE promises that every row sees a key; it is taken at its word.
-                    Torch's BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION, IS_DIVISIBLE, WRITE_DQ and hints for other back ends
-                    change nothing (logged at DEBUG). Others are refused, and so is torch's BACKEND "FLASH"
+                    bwd_num_warps, bwd_num_stages. Torch's BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION, IS_DIVISIBLE,
+                    ROWS_GUARANTEED_SAFE, WRITE_DQ and hints for other back ends change nothing (logged at DEBUG). Others are refused, and
+                    so is torch's BACKEND "FLASH"
     deterministic   gradients are bitwise equal on every run (also with torch.use_deterministic_algorithms); captured ones may cost more
     context         a ContextPlan (flexpress.distributed), which has the mask: query, key and value are this rank's parts of the whole
     sinks           (Hq,), float16, bfloat16 or float32: a logit for each head, which takes part in the softmax as the score of one more

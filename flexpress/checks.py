@@ -269,8 +269,8 @@ def parse_options(kernel_options: dict | Options | None) -> Options:
             logs.OPTIONS.debug("kernel_options[%r] = %r has no effect here", name, value)
         else:
             raise ValueError(
-                f"kernel_options has no {name!r}; known are BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, "
-                "ROWS_GUARANTEED_SAFE and USE_TMA (the same with fwd_), BLOCK_M1, BLOCK_N1, BLOCK_M2 and BLOCK_N2 (the same "
+                f"kernel_options has no {name!r}; known are BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK "
+                "and USE_TMA (the same with fwd_), BLOCK_M1, BLOCK_N1, BLOCK_M2 and BLOCK_N2 (the same "
                 f"with bwd_), bwd_num_warps, bwd_num_stages, FLOAT32_PRECISION, BACKEND, and without effect " + ", ".join(_IGNORED)
             )
     return DEFAULT._replace(**fields, tile=tuple(sorted(tile.items())))
@@ -293,11 +293,7 @@ _OTHER_OPTIONS = {
     **{
         prefix + name: (field, values)
         for prefix in ("", "fwd_")
-        for name, field, values in (
-            ("PRESCALE_QK", "prescale_qk", _SWITCH),
-            ("ROWS_GUARANTEED_SAFE", "rows_guaranteed_safe", _SWITCH),
-            ("USE_TMA", "use_tma", {**_SWITCH, None: None}),
-        )
+        for name, field, values in (("PRESCALE_QK", "prescale_qk", _SWITCH), ("USE_TMA", "use_tma", {**_SWITCH, None: None}))
     },
     "FLOAT32_PRECISION": ("float32_precision", {"ieee": "ieee", "tf32": "tf32"}),
     "BACKEND": (
@@ -314,6 +310,7 @@ _IGNORED = (
     "FORCE_USE_FLEX_ATTENTION",
     "IS_DIVISIBLE",
     "PARTITION_SIZE",  # of torch's kernel for CPUs
+    "ROWS_GUARANTEED_SAFE",
     "SPLIT_KV",
     "WRITE_DQ",
     "kpack",  # this and the next two are ROCm's

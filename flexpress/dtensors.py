@@ -31,6 +31,8 @@ from .codegen.mod.bind import bind
 from .codegen.mod.tensors import is_distributed, read_captured
 from .codegen.run.call import Bound
 
+_OF_SINKS = "sinks are a DTensor", "sinks"
+
 
 class Shards:
     """The part of a call that this rank computes.
@@ -220,18 +222,27 @@ class Shards:
         """This rank's part of the sinks of all heads."""
         if sinks is None:
             return None
-        check_sinks(sinks, self._query.shape[self._dims[1]], self._query.device)
+        self.check_sinks(sinks)
         if is_distributed(sinks):
-            sinks = self._gathered(sinks, "sinks are a DTensor", "sinks")
+            sinks = self._gathered(sinks, *_OF_SINKS)
         return sinks if self.heads.first is None else sinks.narrow(0, self.heads.first, self.heads.count)
 
-    def _gathered(self, tensor, what: str, name: str) -> torch.Tensor:
-        """All of a DTensor, whose gradient is added up over ranks."""
+    def check_sinks(self, sinks) -> None:
+        """Raises for what are no sinks of all heads."""
+        check_sinks(sinks, self._query.shape[self._dims[1]], self._query.device)
+        if is_distributed(sinks):
+            self._check_mesh(sinks, *_OF_SINKS)
+
+    def _check_mesh(self, tensor, what: str, name: str) -> None:
         if tensor.device_mesh != self.mesh:
             raise ValueError(
                 f"{what} on {tensor.device_mesh}, but {self._name} is on {self.mesh}; distribute it over that, or take "
                 f"{name}.full_tensor(), which gets the gradient of this rank alone"
             )
+
+    def _gathered(self, tensor, what: str, name: str) -> torch.Tensor:
+        """All of a DTensor, whose gradient is added up over ranks."""
+        self._check_mesh(tensor, what, name)
         summed = [p.is_replicate() or i in self._summed_over for i, p in enumerate(self.placements)]
         of_parts = [Replicate() if there else Partial() for there in summed]
         return _Summed.apply(tensor.full_tensor(grad_placements=of_parts))

@@ -115,7 +115,7 @@ def forward(d: Draw, target: str) -> list[Kernel]:
     tile = d.now_and_then(num_stages=d.random.choice((1, 2, 3, 4)), num_warps=d.random.choice((4, 8)))
     if target == "gfx942":  # the tables' is 1: Triton 3.6 fails with some kernels if a user asks for more
         tile.pop("num_stages", None)
-    options = d.now_and_then(prescale_qk=True, rows_guaranteed_safe=True, float32_precision="tf32", use_tma=False)
+    options = d.now_and_then(prescale_qk=True, float32_precision="tf32", use_tma=False)
     options = Options(**options, tile=tuple(tile.items()))
     call, dims = d.mods(), d.head_dims()
     details = blocks | d.now_and_then(output_max=True, transposed=True, scale_is_positive=False) | elsewhere(d, blocks)

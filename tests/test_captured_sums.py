@@ -119,3 +119,29 @@ def test_no_sum_is_an_einsum(device, monkeypatch):
         found = torch.autograd.grad(out.square().sum(), learned)
     for gradient, exact in zip(found, expected, strict=True):
         assert torch.equal(gradient, exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda w: lambda s, b, h, i, j: s / s.abs() * w[h],
+        lambda w: lambda s, b, h, i, j: s * torch.rsqrt(s * s) * w[0],
+        lambda w: lambda s, b, h, i, j: s + w[h] * (s * s) ** -0.5 * s,
+    ],
+    ids=["sign", "rsqrt", "power"],
+)
+def test_scores_of_zero_that_are_nan_past_the_last_query(mod, second, device):
+    """In a tile's rows that are no queries; a sum by head is of all of its rows."""
+    q, k, v = (torch.randn(1, H, n, 16, device=device) for n in (70, KV_LEN, KV_LEN))
+
+    def gradients(attend, dtype):
+        own, query = torch.tensor([0.5, -0.7, 0.3], device=device, dtype=dtype).requires_grad_(), q.to(dtype).requires_grad_()
+        out = attend(query, k.to(dtype), v.to(dtype), mod(own))
+        found = torch.autograd.grad(out.square().sum(), (own, query), create_graph=second)
+        return torch.autograd.grad(found[1].square().sum() + found[0].sum(), own) if second else found[:1]
+
+    (found,) = gradients(lambda *args: flex_attention(*args, kernel_options={"BACKEND": "PORTABLE"}), torch.float32)
+    (expected,) = gradients(lambda *args: dense_attention(*args)[0], torch.float64)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

@@ -115,6 +115,37 @@ def test_rows_too_far_apart_are_refused(device):
     assert torch.equal(flex_attention(q, at_most, q), flex_attention(q, q, q))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_columns_too_far_apart_are_refused(device):
+    step = (1 << 24) + (1 << 18)
+    base = memory(128 * step, device)
+    q = torch.randn(1, 1, 20, 128, device=device).half()
+    far = base.as_strided(q.shape, (0, 0, 1, step)).copy_(q)
+    for name, given in {"query": (far, q, q), "key": (q, far, q), "value": (q, q, far)}.items():
+        with pytest.raises(
+            NotImplementedError, match=rf"{name}: positions lie 1 elements apart in memory, columns {step}, .* {name}.contiguous"
+        ):
+            flex_attention(*given, kernel_options={"BACKEND": "PORTABLE"})
+    near = base.as_strided(q.shape, (0, 0, 1, 1 << 24)).copy_(q)
+    assert torch.equal(flex_attention(q, near, q), flex_attention(q, q, q))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_pages_whose_rows_are_far_apart(device, monkeypatch):
+    """Rows of a page are 2**31 elements apart and more, though neighbours are not."""
+    monkeypatch.setenv("FLEXPRESS_CPU", "interpreter")
+    step, size = (1 << 21) + (1 << 16), 1024
+    base = memory(size * step + 1000, device)
+    caches = [base[at:].as_strided((2, size, 1, 16), (32, step, 16, 1)) for at in (0, 16)]
+    values = torch.randn(2, 2, size, 1, 16, device=device).half()
+    for cache, value in zip(caches, values, strict=True):
+        cache.copy_(value)
+    kv_len, pages = torch.tensor([size - 3], dtype=torch.int32, device=device), torch.tensor([[1]], dtype=torch.int32, device=device)
+    q = torch.randn(1, 1, 1, 16, device=device).half()
+    found, expected = (cached_attention(q, *given, kv_len, page_table=pages) for given in (caches, values.unbind()))
+    assert torch.equal(found, expected)
+
+
 def test_gradients_too_far_apart_are_copied():
     """A gradient of the output whose rows are too far apart is copied, as any whose rows kernels cannot read."""
     q = torch.randn(1, 1, 2, 16).half().requires_grad_()

@@ -86,7 +86,7 @@ FORWARD = {  # every branch of the template and every row of the tile tables, no
             output_max=True,
             separate_full=False,
             transposed=True,
-            options=Options(prescale_qk=True, rows_guaranteed_safe=True, float32_precision="tf32"),
+            options=Options(prescale_qk=True, float32_precision="tf32"),
         ),
     ),
     "plain d128 fp8": ("plain", dict(dtype="float8_e4m3fn", extras=FLOAT8)),

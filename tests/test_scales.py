@@ -121,3 +121,22 @@ def test_a_cache_takes_a_scale_without_gradient():
     assert torch.equal(cached_attention(q, k_cache, k_cache, kv_len, scale=torch.tensor(0.5)), expected)
     with pytest.raises(NotImplementedError, match="scale requires grad, but cached_attention is not differentiable"):
         cached_attention(q, k_cache, k_cache, kv_len, scale=torch.tensor(0.5, requires_grad=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [1e-37, 1e-39, 1e-46, 5e-324])
+@pytest.mark.parametrize("backend", ["AUTO", "PORTABLE"])
+def test_tiny_scales(scale, backend, device):
+    """Weights are alike, also where a row's first blocks of keys are hidden."""
+    q, k, v = (torch.randn(1, 1, n, 16, device=device).requires_grad_() for n in (40, 300, 300))
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (kv_idx == 290) | ((kv_idx == 5) & (q_idx == 3))
+
+    for mask in (None, mods.causal, mask_mod):
+        out, lse = flex_attention(q, k, v, mask_mod=mask, scale=scale, return_lse=True, kernel_options={"BACKEND": backend})
+        expected, expected_lse, *_ = dense_attention(q.double(), k.double(), v.double(), None, mask, 0.0)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+        for gradient in torch.autograd.grad(out.square().sum(), (q, k, v)):
+            assert gradient.isfinite().all()

@@ -65,13 +65,13 @@ def dropout_numbers(p: float) -> dict[str, int | float]:
     return {"DROPPED": dropped, "KEPT_SCALE": DROPOUT_STEPS / (DROPOUT_STEPS - dropped) if dropped < DROPOUT_STEPS else 0.0}
 
 
-SMALLEST_SCALE = 1e-20  # nothing that is added to products is divided by smaller ones
+SMALLEST_SCALE = 1e-20  # smaller ones would make TO_LOG2 0, or what is divided by it, such as sinks, infinite
 
 
 def factors_out(scale: float, extras: Extras) -> bool:
-    """May scores stay unscaled, the scale being folded into TO_LOG2? Only a positive one: the row maximum is then at the same score. Sinks
-    are divided by it. With them it must also be above SMALLEST_SCALE and known on the host, so not with float8 scales."""
-    return not (extras.sinks and extras.scales) and scale > (SMALLEST_SCALE if extras.sinks else 0.0)
+    """May scores stay unscaled, the scale being folded into TO_LOG2? Only a positive one above SMALLEST_SCALE: the row maximum is then at
+    the same score. Sinks are divided by it, so with them it must be known on the host, and not be a product with float8 scales."""
+    return not (extras.sinks and extras.scales) and scale > SMALLEST_SCALE
 
 
 def backward_needs_sinks(wanted: bool, scale: float) -> bool:

@@ -34,7 +34,6 @@ class Options(NamedTuple):
     """kernel_options that change the forward kernel's text or tile. `tile` holds BLOCK_M, BLOCK_N, num_warps, num_stages."""
 
     prescale_qk: bool = False
-    rows_guaranteed_safe: bool = False
     use_tma: bool | None = None  # None: where the device has it and it is faster
     float32_precision: str = "ieee"
     backend: str | None = None  # "PORTABLE", "HOPPER", "DECODE" (few queries) or "CPP" (on a CPU); None: the fastest that serves
@@ -264,7 +263,6 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
         **case.extras.flags,
         "PTX": backend == "cuda",
         "PRESCALE_QK": options.prescale_qk,
-        "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,
         "USE_TMA": case.use_tma,
         "kv_params": ", ".join(["desc_k", "desc_v", "z_kv", "h_kv"] if case.use_tma else [*tensors, *strides]),
     }

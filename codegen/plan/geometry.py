@@ -26,15 +26,15 @@ class Geometry:
 @remembered("geometries", 4096)
 def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple) -> Geometry:
     """The geometry of q, k, v (their shapes and strides) and out; a dimension of size 1 has stride 0. NotImplementedError for rows that are
-    FARTHEST_ROWS apart."""
+    FARTHEST_ROWS apart, and for columns so far apart that a block's last element is beyond 32 bits, too."""
     (_, Hq, Q_LEN, _), (_, Hkv, KV_LEN, _), (Zkv, *_) = shapes
     known = [tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True)) for shape, stride in zip(shapes, strides, strict=True)]
     units = tuple(s[3] == 1 or shape[3] == 1 for s, shape in zip(known, shapes, strict=True))
-    for t, s in zip(("query", "key", "value"), known, strict=True):
-        if s[2] > FARTHEST_ROWS:
+    for t, s, shape in zip(("query", "key", "value"), known, shapes, strict=True):
+        if s[2] > FARTHEST_ROWS or 255 * s[2] + (shape[3] - 1) * s[3] >= 1 << 31:
             raise NotImplementedError(
-                f"{t}: positions lie {s[2]} elements apart in memory, and kernels reach {FARTHEST_ROWS}; give a copy in which they lie "
-                f"closer, as {t}.contiguous() does"
+                f"{t}: positions lie {s[2]} elements apart in memory, columns {s[3]}, and kernels reach {FARTHEST_ROWS} and, over 256 "
+                f"positions of {shape[3]} columns, 2**31; give a copy in which they lie closer, as {t}.contiguous() does"
             )
     vector = 16 // itemsize
     aligned, found = [], {"Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}

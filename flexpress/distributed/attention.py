@@ -28,7 +28,6 @@ from flexpress.sinks import fold_sinks, read_sinks
 
 from ..codegen.compiling import runs_uncompiled
 from ..codegen.mod.bind import bind
-from ..codegen.mod.expr import ModGraph
 from ..codegen.mod.graph_text import text_of
 from ..codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured, readable_inputs
 from ..codegen.run.backward import backward
@@ -59,15 +58,26 @@ def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
 
 
 def attend_in_context(
-    plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part = ALL, heads: Part = ALL, read=read_captured
+    plan: ContextPlan,
+    tensors: tuple,
+    score_mod,
+    arguments: Arguments,
+    batch: Part = ALL,
+    heads: Part = ALL,
+    read=read_captured,
+    gather_sinks=None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """out, lse and max_scores, if asked for, of the queries that this rank holds.
 
     tensors       its parts of query, key and value
     batch, heads  which batch entries and heads of the mask's and of score_mod's these are
     read          makes what a bound mod captures readable, in place
+    gather_sinks  makes of sinks that are checked and spread over ranks those of this one's heads
     """
     tensors, arguments, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
+    own_heads, device = tensors[0].shape[1], tensors[0].device
+    if arguments.sinks is not None and gather_sinks is None:
+        arguments = arguments._replace(sinks=read_sinks(arguments.sinks, own_heads, device))
     score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads, plan.device), "score", plan.device)
     facts = _facts(tensors, score, arguments)
     split = plan.head_split
@@ -77,7 +87,10 @@ def attend_in_context(
         heads = Part((heads.first or 0) + mine.start, mine.stop - mine.start)
     score_mod, part = score_of_part(score_mod, batch, heads, plan.device), plan.of_part(batch, heads)
     exchange = part.exchange = part.exchange or Exchange(part)
-    plan.agreement.check(facts, lambda: {**plan.facts(), **_shown(*facts), "scale": arguments.scale, **numbers_of(score, "score_mod")})
+    scale = arguments.scale
+    plan.agreement.check(facts, lambda: {**plan.facts(), **_shown(score, *facts), "scale": scale, **numbers_of(score, "score_mod")})
+    if gather_sinks is not None:
+        arguments = arguments._replace(sinks=read_sinks(gather_sinks(arguments.sinks), own_heads, device))
     if split:
         tensors = split.all_to_heads(tensors, of_ranks, len(part.position_ids), len(part.kv_position_ids))
     query, key, value = tensors
@@ -113,10 +126,12 @@ def attend_in_context(
     return found if arguments.sinks is None else _with_sinks(plan, *found, arguments.sinks)
 
 
-def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Arguments, heads: Part = ALL, read=read_captured) -> tuple:
+def attend_packed_in_context(
+    plan, tensors: tuple, score_mod, arguments: Arguments, heads: Part = ALL, read=read_captured, gather_sinks=None
+) -> tuple:
     """out, lse and max_scores, if asked for, of packed sequences, (local tokens, H, D) each, with a score_mod on packed positions."""
     tensors = tuple(t.unsqueeze(0).transpose(1, 2) for t in tensors)
-    found = attend_in_context(plan, tensors, score_mod, arguments, ALL, heads, read)
+    found = attend_in_context(plan, tensors, score_mod, arguments, ALL, heads, read, gather_sinks)
     return tuple(t if t is None else t.squeeze(0).transpose(0, 1) for t in found)
 
 
@@ -131,15 +146,24 @@ def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments,
         query, key, value = tensors = autocast(*tensors)
         plan.check_lengths(query, key, value)
         inputs = checked(query, key, value, arguments.enable_gqa)
-        for name, size, part, extent in zip("BH", plan.status.shape, (batch, heads), query.shape, strict=False):
-            if part.first is None and size not in (1, extent):
-                raise ValueError(f"the plan was made with {name}={size}, but query has shape {tuple(query.shape)}")
+        _check_entries(plan, query, batch, heads)
         plan.passed[kind] = inputs
     parse_options(arguments.kernel_options)
     query = tensors[0]
     scale, score_mod = read_scale(arguments.scale, score_mod, query.shape[3], query.device)
-    sinks = None if arguments.sinks is None else read_sinks(arguments.sinks, query.shape[1], query.device)
-    return tensors, arguments._replace(scale=scale, sinks=sinks), score_mod
+    return tensors, arguments._replace(scale=scale), score_mod
+
+
+def _check_entries(plan: ContextPlan, query: torch.Tensor, batch: Part, heads: Part) -> None:
+    """ValueError for a plan of other batch entries or heads, or of one where mask_mod tells them apart."""
+    symbols = bind(plan.mask_mod, "mask", plan.device)[0].symbols
+    for name, size, part, extent in zip("BH", plan.status.shape, (batch, heads), query.shape, strict=False):
+        several = extent > 1 or bool(part.first)
+        if (part.first is None and size not in (1, extent)) or (several and size == 1 and name.lower() in symbols):
+            raise ValueError(
+                f"the plan was made with {name}={size}, but query has shape {tuple(query.shape)}; pass ContextPlan(..., {name}=) of all of "
+                f"query where mask_mod reads {name.lower()}"
+            )
 
 
 def _facts(tensors: tuple, score: tuple | None, arguments: Arguments) -> tuple:
@@ -155,13 +179,15 @@ def _facts(tensors: tuple, score: tuple | None, arguments: Arguments) -> tuple:
     return (
         tuple(((t.shape[0], t.shape[1], t.shape[3]), *looks(t)) for t in tensors),
         tuple((tuple(t.shape), *looks(t)) for t in captured),
-        graph,
+        graph and text_of(graph),  # not the graph: a rank that traces many mods makes another of the same mod
         None if arguments.sinks is None else ((len(arguments.sinks),), *looks(arguments.sinks)),
         arguments.max_scores,
     )
 
 
-def _shown(tensors: tuple, captured: tuple, graph: ModGraph | None, sinks: tuple | None, max_scores: bool) -> dict[str, object]:
+def _shown(
+    score: tuple | None, tensors: tuple, captured: tuple, text: str | None, sinks: tuple | None, max_scores: bool
+) -> dict[str, object]:
     """What `_facts` gives, in words, by name."""
 
     def words(shape: tuple, dtype: torch.dtype, learns: bool) -> str:
@@ -170,9 +196,10 @@ def _shown(tensors: tuple, captured: tuple, graph: ModGraph | None, sinks: tuple
     names = (f"{name} (B, H, D)" for name in ("query", "key", "value"))
     found: dict[str, object] = {name: words(*looks) for name, looks in zip(names, tensors, strict=True)}
     found["sinks"], found["max_scores"] = sinks and words(*sinks), max_scores
-    if graph is None:
+    if score is None:
         return {**found, "score_mod": None}
-    found["score_mod"] = f"{graph.name} ({digest_of(text_of(graph)):x})"
+    graph = score[0]
+    found["score_mod"] = f"{graph.name} ({digest_of(text):x})"
     return {**found, **{t.name: words(*looks) for t, looks in zip(graph.tensors, captured, strict=True)}}
 
 
@@ -259,7 +286,8 @@ class _InContext(torch.autograd.Function):
         wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[8:]) if needed)
         d_out = torch.zeros_like(out) if d_out is None else dense("gradient of flex_attention's output", d_out)
         d_lse = None if d_lse is None else dense("gradient of flex_attention's lse", d_lse)
-        of_captured = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in sorted(wanted)}
+        # contiguous on every rank, as they are summed as they lie in memory
+        of_captured = {i: torch.zeros(captured[i].shape, dtype=torch.float32, device=q.device) for i in sorted(wanted)}
         dq, returning = [], []
         for n, (heads, own, came) in enumerate(turns):
             call, (keys, values) = ctx.calls[n], came.pair()

@@ -93,7 +93,20 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        rank = dist.get_rank(ctx.group)
-        return gradient.narrow(ctx.dim, sum(ctx.counts[:rank]), ctx.counts[rank]), None, None, None
+        return _PartOfSum.apply(gradient, ctx.dim, ctx.counts, ctx.group), None, None, None
+
+
+class _PartOfSum(torch.autograd.Function):
+    """This rank's part of a tensor that is summed over ranks: what Gathered is to the gradient."""
+
+    @staticmethod
+    def forward(ctx, tensor, dim, counts, group):
+        ctx.dim, ctx.counts, ctx.group = dim, counts, group
+        summed = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=group)
+        rank = dist.get_rank(group)
+        return summed.narrow(dim, sum(counts[:rank]), counts[rank])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Gathered.apply(gradient, ctx.dim, ctx.counts, ctx.group), None, None, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from functools import cached_property
 from typing import Any
@@ -302,13 +301,24 @@ class ContextPlan:
         if batch.first is heads.first is None:
             return self
         if (batch, heads) not in self._parts:
-            part = self._parts[batch, heads] = copy.copy(self)
+            part = self._parts[batch, heads] = object.__new__(ContextPlan)
+            vars(part).update(vars(self))
             part.mask_mod, part.exchange = mask_of_part(self.mask_mod, batch, heads, self.device) or noop_mask, None
             part.position_ids, part.kv_position_ids = self._held[1], self._kv_held[1]
             for dim, (first, count) in enumerate((batch, heads)):
                 if first is not None and part.status.shape[dim] > 1:
                     part.status = part.status.narrow(dim, first, count)
         return self._parts[batch, heads]
+
+    def __copy__(self) -> ContextPlan:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> ContextPlan:
+        """Itself, as a module's copy attends over the same ranks, which have agreed on this plan."""
+        return self
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a ContextPlan is of one rank, so it is not pickled: make it anew on each rank, and keep what it is made of")
 
     def __repr__(self) -> str:
         return (

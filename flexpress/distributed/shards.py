@@ -11,6 +11,7 @@ Where the mesh has no dimension of the plan's ranks (q, k and v of tensor parall
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,20 +21,32 @@ from flexpress.distributed.attention import Arguments, attend_in_context, attend
 from flexpress.distributed.plan import ContextPlan
 from flexpress.dtensors import Shards
 
+from ..codegen.mod.tensors import is_distributed
+
 
 def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
     """out, lse and max_scores, if asked for, DTensors as query is."""
     part = Shards(named, 0, 1, functools.partial(_dims_of, plan, named, 2), plan.sum_gradients)
     check_heads(*list(named.values())[:2], arguments.enable_gqa)  # a rank may have one head of each
-    arguments = arguments._replace(sinks=part.sinks(arguments.sinks))
-    return part.joined(*attend_in_context(plan, part.local, score_mod, arguments, part.batch, part.heads, part.read_captured))
+    arguments, gather_sinks = _sinks_of(part, arguments)
+    of_part = part.batch, part.heads, part.read_captured, gather_sinks
+    return part.joined(*attend_in_context(plan, part.local, score_mod, arguments, *of_part))
 
 
 def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
     """out, lse and max_scores, if asked for, of packed sequences (total, H, D), DTensors as query is."""
     part = Shards(named, None, 1, functools.partial(_dims_of, plan, named, 0), plan.sum_gradients)
-    arguments = arguments._replace(sinks=part.sinks(arguments.sinks))
-    return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, part.heads, part.read_captured))
+    arguments, gather_sinks = _sinks_of(part, arguments)
+    return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, part.heads, part.read_captured, gather_sinks))
+
+
+def _sinks_of(part: Shards, arguments: Arguments) -> tuple[Arguments, Callable | None]:
+    """Arguments with this rank's sinks, or with all of them, checked, and what gathers them: not before ranks have agreed."""
+    if arguments.sinks is not None:
+        part.check_sinks(arguments.sinks)
+        if is_distributed(arguments.sinks):
+            return arguments, part.sinks
+    return arguments._replace(sinks=part.sinks(arguments.sinks)), None
 
 
 def _dims_of(plan: ContextPlan, named: dict[str, torch.Tensor], sequence: int, mesh: dist.device_mesh.DeviceMesh) -> tuple[int, ...]:

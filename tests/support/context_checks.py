@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
 from functools import partial
 from unittest import mock
@@ -15,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from flexpress import AuxRequest, cached_attention, flex_attention, mods
+from flexpress import AuxRequest, cache_clear, cached_attention, flex_attention, mods
 from flexpress.distributed import ContextPlan, split_cached_attention
 from flexpress.distributed.exchange import Exchange
 from support.context import compare, tensors
@@ -212,6 +214,74 @@ def a_captured_tensor_that_is_sharded():
     torch.testing.assert_close(out.double(), exact.detach()[:, :, plan.position_ids], rtol=0, atol=2e-5)
     (expected,) = torch.autograd.grad(exact.square().sum(), one)
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), mine)[0], plan.shard(expected, 0), rtol=1e-4, atol=1e-4)
+
+
+@check(2)
+def captured_tensors_that_lie_otherwise_on_a_rank():
+    """Their gradients are summed by elements, not as they lie in memory."""
+    whole, base = tensors(300), torch.randn(2, 600)
+    plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here())
+    table = (base.t().contiguous().t() if dist.get_rank() else base.clone()).requires_grad_()
+    one = base.clone().requires_grad_()
+
+    def biased(table):
+        return lambda s, b, h, i, j: s + table[h, i - j + 299]
+
+    out = flex_attention(*(plan.shard(t, 2) for t in whole), biased(table), context=plan, enable_gqa=True)
+    exact = flex_attention(*whole, biased(one), mask_mod=mods.causal, enable_gqa=True)
+    found, wanted = torch.autograd.grad(out.square().sum(), table)[0], torch.autograd.grad(exact.square().sum(), one)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@check(2)
+def the_whole_is_differentiable_twice():
+    plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here())
+    x = plan.shard(torch.randn(300, 4), 0).requires_grad_()
+    (once,) = torch.autograd.grad(plan.unshard(x, 0).pow(3).sum(), x, create_graph=True)
+    torch.testing.assert_close(once, 2 * 3 * x**2)  # each of two ranks has all of the sum
+    (twice,) = torch.autograd.grad(once.square().sum(), x)
+    torch.testing.assert_close(twice, 2 * 2 * once.detach() * 6 * x)
+
+
+@check(2)
+def copies_of_a_plan():
+    """A module that holds a plan may be copied, also on one rank alone; a plan is not pickled."""
+    plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here())
+    q, k, v = (plan.shard(t, 2) for t in tensors(300, Hkv=2))
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plan = plan
+
+        def forward(self):
+            return flex_attention(q, k, v, context=self.plan)
+
+    layer = Layer()
+    out = layer()
+    again = copy.deepcopy(layer) if dist.get_rank() else layer
+    torch.testing.assert_close(again(), out, rtol=0, atol=0)
+    with pytest.raises(TypeError, match="a ContextPlan is of one rank, so it is not pickled"):
+        pickle.dumps(plan)
+
+
+@check(2)
+def a_rank_that_has_forgotten_what_it_traced():
+    """Its next call of a kind that ranks have agreed on asks nobody."""
+    plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here())
+    q, k, v = (plan.shard(t, 2) for t in tensors(300, Hkv=2))
+    calls = [flex_attention(q, k, v, mods.softcap(2.0), context=plan)]
+    if dist.get_rank():
+        cache_clear()
+    calls.append(flex_attention(q, k, v, mods.softcap(2.0), context=plan))
+    torch.testing.assert_close(*calls, rtol=0, atol=0)
+
+
+@check(2)
+def masks_by_head_of_a_plan_without_heads():
+    plan = ContextPlan(q_len=300, mask_mod=lambda b, h, i, j: i - j < 40 + 100 * h, device=here())
+    with pytest.raises(ValueError, match=r"made with H=1, but query has shape \(1, 2, .* pass ContextPlan\(\.\.\., H=\)"):
+        flex_attention(*(plan.shard(t, 2) for t in tensors(300, Hkv=2)), context=plan)
 
 
 @check(2)

@@ -262,6 +262,21 @@ def sinks_of_dtensors():
         compare_sinks([Shard(0)], None, sums=sums)
 
 
+@check(2)
+def sinks_that_one_rank_lacks():
+    """DTensors are not gathered before ranks have agreed."""
+    rank, mesh = dist.get_rank(), meshes("context")
+    sinks = distribute_tensor(torch.randn(4), mesh, [Shard(0)])
+    for more, words in (
+        ({"sinks": None}, "rank 1 has another sinks than rank 0: None, not"),
+        ({"sinks": sinks, "dropout_p": 0.1}, "dropout_p of DTensors" if rank else "rank 1 has raised NotImplementedError: dropout_p"),
+    ):
+        plan = ContextPlan(mesh, 256, mask_mod=mods.causal, device=here())
+        given = [distribute_tensor(in_order(plan, t), mesh, [Shard(2)]) for t in tensors(256, Hq=4, Hkv=4)]
+        with pytest.raises((ValueError, NotImplementedError), match=words):
+            flex_attention(*given, context=plan, **(more if rank else {"sinks": sinks}))
+
+
 @check(4)
 def sinks_of_heads_over_other_ranks():
     for sums in (True, False):

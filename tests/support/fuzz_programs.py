@@ -306,7 +306,7 @@ def drawn_options(p: Program, rng: random.Random, s: Shape, dtype: str, masked: 
     cuda, options = p.device == "cuda", {}
     if chance(rng, 0.1):
         options["PRESCALE_QK"] = True
-    if chance(rng, 0.1) and not masked and "inf" not in score:
+    if chance(rng, 0.1):
         options["ROWS_GUARANTEED_SAFE"] = True
     if chance(rng, 0.2):
         options["BLOCK_M"] = rng.choice((16, 32, 64) if cuda else (16, 32, 64, 128))
