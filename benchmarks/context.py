@@ -33,7 +33,7 @@ from common import arguments, first_line, header, integers, names, tflops, write
 
 from flexpress import create_block_mask, flex_attention, mods
 from flexpress.distributed import ContextPlan
-from flexpress.distributed.plan import BLOCK, positions_of
+from flexpress.distributed.layout import BLOCK, positions_of
 
 MASKS = "causal", "causal, ALiBi", "causal, softcap", "window", "prefix", "12 documents"
 WAYS = "one GPU", "context plan", "all-gather by hand", "torch ring", "torch all-gather"

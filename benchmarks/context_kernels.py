@@ -18,7 +18,7 @@ from flexpress.block_mask import BlockMask
 from flexpress.codegen.run import masks as mask_kernels
 from flexpress.codegen.run.block_lists import lists_of
 from flexpress.distributed.exchange import lists_of_part
-from flexpress.distributed.plan import BLOCK, Layout, whole_blocks
+from flexpress.distributed.layout import BLOCK, Layout, whole_blocks
 
 
 def mask_of(problem: Problem) -> BlockMask:

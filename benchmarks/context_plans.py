@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flexpress.distributed.plan import BLOCK, Layout
+from flexpress.distributed.layout import BLOCK, Layout
 
 BLOCKS, RANKS = 1024, (2, 4, 8, 16, 32, 64)
 

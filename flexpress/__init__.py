@@ -45,7 +45,7 @@ out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 #     operators, mask_operators, cache_operators, serving_ops   operators of torch.library
 #     recorded, programs                                        calls that become operators, and what of them is text
 #     in_graph, dynamo                                          public functions in what torch.compile traces
-#     fakes                                                     what outputs look like, for devices that agree
+#     custom_ops                                                how operators are made: lists that may be empty, and fakes
 #     pickling                                                  what torch.load must be told of
 #
 # Other libraries' functions

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import flexpress.cached
 import flexpress.kv_cache
-from flexpress.fakes import fake_of, operator_of_mods
+from flexpress.custom_ops import fake_of, operator_of_mods
 from flexpress.float8 import output_dtype
 from flexpress.programs import Captures, on_device, read_program
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from flexpress.block_lists import made_transposed
-from flexpress.fakes import operator_of_mods
+from flexpress.custom_ops import operator_of_mods
 from flexpress.plain_arguments import resolve_device
 from flexpress.programs import bound_graph, on_device, read_graph_once
 

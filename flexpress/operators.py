@@ -20,8 +20,8 @@ from torch.utils.flop_counter import register_flop_formula
 from flexpress.autograd import ONCE
 from flexpress.block_mask import BlockMask
 from flexpress.call import bound
+from flexpress.custom_ops import operator_of_mods
 from flexpress.dropout import Dropout
-from flexpress.fakes import operator_of_mods
 from flexpress.float8 import output_dtype, quantised
 from flexpress.mask_mods import noop_mask
 from flexpress.probabilities import NO_GRADIENT

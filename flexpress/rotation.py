@@ -6,7 +6,7 @@ import torch
 
 from flexpress.cache_checks import check_counts, check_plain, check_table, described, looks
 from flexpress.checks import DTYPES, check_are_tensors
-from flexpress.fakes import fake_of
+from flexpress.custom_ops import fake_of
 from flexpress.in_graph import compilable
 from flexpress.kv_cache import readable
 from flexpress.rope import check_reached, check_rope

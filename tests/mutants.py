@@ -859,8 +859,8 @@ SINKS = [
     ),
     Mutant(
         "codegen/plan/extras.py",
-        "SMALLEST_SCALE if extras.sinks else 0.0",
-        "0.0",
+        "SMALLEST_SCALE = 1e-20",
+        "SMALLEST_SCALE = 1e-37",
         named("sinks", "extreme"),
         "sinks are divided by a scale so small that they become infinite",
     ),
@@ -889,7 +889,7 @@ FLOAT8 = [
     ),
     Mutant(
         "templates/_scales.jinja",
-        "{{ tl }}.where(TO_LOG2 == 0.0, 1e-37, TO_LOG2)",
+        "{{ tl }}.maximum(TO_LOG2, 1e-37)",
         "TO_LOG2",
         named("float8", "all_zero"),
         "elements that are all 0, with a scale of 0, give NaN under a mask",
@@ -1271,7 +1271,7 @@ INTEGRATIONS = [
     ),
     Mutant(_TRANSFORMERS, "dropout if module.training else 0.0", "dropout", named("transformers", "dropout"), "evaluation drops weights"),
     Mutant(
-        "flexpress/fakes.py",
+        "flexpress/custom_ops.py",
         "[] if found[place] is None else found[place]",
         "found[place]",
         named("cpp_wrapper", "aot"),
@@ -1892,7 +1892,7 @@ VARIOUS = [
         "a backward pass takes scaled scores for unscaled ones",
     ),
     Mutant(
-        "flexpress/fakes.py",
+        "flexpress/custom_ops.py",
         "if shapes_alone and others:",
         "if False:",
         named("serving", "without_values"),

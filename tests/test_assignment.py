@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flexpress.distributed.assignment import assign, imbalance
-from flexpress.distributed.plan import BLOCK, Layout, _own_starts, positions_of
+from flexpress.distributed.layout import BLOCK, Layout, positions_of
+from flexpress.distributed.plan import _own_starts
 
 RANKS = (2, 4, 8, 16, 32, 64)
 

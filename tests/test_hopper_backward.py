@@ -80,6 +80,9 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
     "the same, by row and key, head dim 128": dict(
         score=lambda s, b, h, m, n: s + NUMBERS[m] * NUMBERS[n], blocks=[[6, 1], [2, 5]], lengths=(200, 256), dims=(128, 128)
     ),
+    "NaN of a score of 0, learned per head": dict(
+        score=lambda s, b, h, m, n: s + s / s.abs() * NUMBERS[h], learned=NUMBERS, lengths=(130, 150)
+    ),
     "the same, learned per key": dict(
         score=lambda s, b, h, m, n: torch.tanh(s) * NUMBERS[n], blocks=[[6, 1], [5, 2]], lengths=(200, 256), learned=NUMBERS
     ),

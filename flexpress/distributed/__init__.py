@@ -9,11 +9,12 @@ out = flex_attention(q, k, v, score_mod=alibi(slopes), context=plan)
 
 # The files of this folder:
 #
-#     plan, assignment                   who has which blocks
+#     plan, layout, assignment           who has which blocks
 #     attention, cached, varlen, shards  the functions for them; shards are of DTensors
 #     exchange, heads, agreement         what ranks send each other, and whether they mean the same
 
 from flexpress.distributed.cached import split_cached_attention
-from flexpress.distributed.plan import ContextPlan, Layout
+from flexpress.distributed.layout import Layout
+from flexpress.distributed.plan import ContextPlan
 
 __all__ = ["ContextPlan", "Layout", "split_cached_attention"]

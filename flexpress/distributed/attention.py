@@ -74,12 +74,8 @@ def attend_in_context(
     read          makes what a bound mod captures readable, in place
     gather_sinks  makes of sinks that are checked and spread over ranks those of this one's heads
     """
-    tensors, arguments, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
-    own_heads, device = tensors[0].shape[1], tensors[0].device
-    if arguments.sinks is not None and gather_sinks is None:
-        arguments = arguments._replace(sinks=read_sinks(arguments.sinks, own_heads, device))
+    tensors, arguments, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads, gather_sinks is None)
     score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads, plan.device), "score", plan.device)
-    facts = _facts(tensors, score, arguments)
     split = plan.head_split
     of_ranks = split.heads(tensors[0].shape[1], tensors[1].shape[1]) if split else []
     if split:
@@ -87,10 +83,7 @@ def attend_in_context(
         heads = Part((heads.first or 0) + mine.start, mine.stop - mine.start)
     score_mod, part = score_of_part(score_mod, batch, heads, plan.device), plan.of_part(batch, heads)
     exchange = part.exchange = part.exchange or Exchange(part)
-    scale = arguments.scale
-    plan.agreement.check(facts, lambda: {**plan.facts(), **_shown(score, *facts), "scale": scale, **numbers_of(score, "score_mod")})
-    if gather_sinks is not None:
-        arguments = arguments._replace(sinks=read_sinks(gather_sinks(arguments.sinks), own_heads, device))
+    arguments = _agreed(plan, tensors, score, arguments, gather_sinks)
     if split:
         tensors = split.all_to_heads(tensors, of_ranks, len(part.position_ids), len(part.kv_position_ids))
     query, key, value = tensors
@@ -135,9 +128,9 @@ def attend_packed_in_context(
     return tuple(t if t is None else t.squeeze(0).transpose(0, 1) for t in found)
 
 
-def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part, heads: Part) -> tuple:
-    """The tensors as autocast wants them, arguments with the scale as a number, and the score_mod for it. Raises what flex_attention
-    does."""
+def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part, heads: Part, has_sinks: bool) -> tuple:
+    """The tensors as autocast wants them, arguments with the scale as a number and, if they are this rank's, with sinks to read, and the
+    score_mod for that scale. Raises what flex_attention does."""
     kind = arguments.enable_gqa, batch, heads
     passed = not torch._C._is_any_autocast_enabled() and looks_as(plan.passed.get(kind), *tensors, arguments.enable_gqa)
     if not passed or any([t.data_ptr() < LOWEST for t in tensors]):
@@ -151,7 +144,19 @@ def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments,
     parse_options(arguments.kernel_options)
     query = tensors[0]
     scale, score_mod = read_scale(arguments.scale, score_mod, query.shape[3], query.device)
+    if has_sinks and arguments.sinks is not None:
+        arguments = arguments._replace(sinks=read_sinks(arguments.sinks, query.shape[1], query.device))
     return tensors, arguments._replace(scale=scale), score_mod
+
+
+def _agreed(plan: ContextPlan, tensors: tuple, score: tuple | None, arguments: Arguments, gather_sinks: Callable | None) -> Arguments:
+    """Arguments with this rank's sinks, once all ranks have said that they mean the same call."""
+    facts, scale = _facts(tensors, score, arguments), arguments.scale
+    plan.agreement.check(facts, lambda: {**plan.facts(), **_shown(score, *facts), "scale": scale, **numbers_of(score, "score_mod")})
+    if gather_sinks is None:
+        return arguments
+    query = tensors[0]
+    return arguments._replace(sinks=read_sinks(gather_sinks(arguments.sinks), query.shape[1], query.device))
 
 
 def _check_entries(plan: ContextPlan, query: torch.Tensor, batch: Part, heads: Part) -> None:
