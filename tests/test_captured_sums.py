@@ -122,6 +122,26 @@ def test_no_sum_is_an_einsum(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("read", [lambda t, h, i, j: t[h, i], lambda t, h, i, j: t[h, j - j], lambda t, h, i, j: t[h, -1]])
+def test_one_index_of_any_stride(read, queries, device):
+    """A dimension of one index has stride 0 in what NumPy makes with [:, None], and is contiguous to torch."""
+    q, k, v = (torch.randn(B, H, n, 16, device=device) for n in (queries, KV_LEN, KV_LEN))
+    learned = torch.randn(H, device=device).as_strided((H, 1), (1, 0))
+
+    def gradient(attend, dtype):
+        leaf = learned.to(dtype).as_strided((H, 1), (1, 0)).requires_grad_()
+        assert leaf.stride() == (1, 0)
+        index = (lambda i: i * 0) if queries > 1 else lambda i: i
+        out = attend(q.to(dtype), k.to(dtype), v.to(dtype), lambda s, b, h, i, j: s * read(leaf, h, index(i), j))
+        return torch.autograd.grad(out.square().sum(), leaf)[0]
+
+    found = gradient(flex_attention, torch.float32)
+    expected = gradient(lambda *args: dense_attention(*args)[0], torch.float64)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
 @pytest.mark.parametrize(
     "mod",

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from flexpress import create_block_mask, create_mask, evaluate_mod, flex_attention
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.plan.masks import mask_texts
 from flexpress.codegen.run.preview import compilation, hopper_compilation
 from flexpress.codegen.text.render import render
 from support.devices import DEVICES
@@ -153,3 +155,31 @@ def test_quotients_and_roots_that_decide_are_the_nearest_floats():
     for print_of in (hopper_compilation, compilation):
         text = render(print_of("sm_90", score_mod, mask_mod, "bfloat16", 64).spec)
         assert text.count("l.sqrt_rn(") == 1 and text.count("l.div_rn(") == 2 and text.count("l.sqrt(") == 1
+
+
+def test_what_zones_hold_is_computed_as_masks_compute_it():
+    """A quotient less what it nearly is: there is no room for that of an approximate division."""
+    row = torch.rand(300)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (row[q_idx] / row[q_idx + 1] - torch.sqrt(row[q_idx + 2]) >= 0) & (kv_idx <= q_idx)
+
+    texts = mask_texts(bind(mask_mod, "mask"), (1, 1, 297, 297), "cuda")
+    (zone,) = (zone.text for zone in texts.zones)
+    for text in (zone, texts.mask):
+        written = "\n".join(map(str, (*text.lines, text.result)))
+        assert "tl.div_rn(" in written and "tl.sqrt_rn(" in written
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_of_a_quotient_less_what_it_is(device):
+    divided, by = (torch.rand(S, generator=torch.Generator().manual_seed(seed)).add(1).to(device) for seed in (1, 2))
+    quotient = divided / by
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (divided[q_idx] / by[q_idx] - quotient[q_idx] >= 0) & (kv_idx <= q_idx)
+
+    mask = create_block_mask(mask_mod, None, None, S, S, device, BLOCK_SIZE=(1, 128))
+    there = create_mask(mask_mod, 1, 1, S, S, device)[0, 0]
+    assert torch.equal(there, torch.ones(S, S, dtype=torch.bool, device=device).tril())
+    assert torch.equal(mask.to_dense()[0, 0].bool(), torch.stack([part.any(1) for part in there.split(128, 1)], 1))

@@ -70,8 +70,6 @@ def torch_differentiates(name: str, kinds: tuple) -> bool:
         return False  # refused in the backward pass
     if name == "xlogy" and {torch.float16, torch.bfloat16} & set(kinds) and not all(floating):
         return False  # the integer is rounded to half precision
-    if name == "clamp" and len(kinds) == 3 and not isinstance(kinds[2], type):
-        return False  # where tensors are equal bounds, none has a gradient
     return any(floating)
 
 
@@ -163,7 +161,7 @@ def test_activations_have_finite_derivatives(function):
     torch.testing.assert_close(low.value(low.derived.score).double(), low.score, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("low, high", [("lower", "upper"), ("lower", "lower + 1.5"), ("-1.0", "1.0"), ("n", "4.0")])
+@pytest.mark.parametrize("low, high", [("lower", "upper"), ("lower", "lower + 1.5"), ("lower", "lower"), ("-1.0", "1.0"), ("n", "4.0")])
 def test_clamp_passes_the_gradient_at_its_bounds(low, high):
     """Bounds that are tensors have derivatives of their own."""
     steps = torch.arange(-8, 8, dtype=torch.float32) / 4

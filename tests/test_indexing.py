@@ -153,3 +153,24 @@ def test_indexing_mixed_with_torch(expression):
             evaluate_mod(make_mod(expression, "score", captured), torch.zeros(1, 2, 4, 4))
         return
     check(expression, torch.zeros(1, 2, 4, 4), captured)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["AUTO", "PORTABLE"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_indices_that_are_differences_of_narrow_integers(dtype, backend, device):
+    """They wrap around, and what a kernel adds to an address does not."""
+    q, k, v = (torch.randn(1, 1, n, 16, device=device) for n in (60, 256, 256))
+    table = torch.randn(1 << 16 if dtype == torch.int16 else 256, device=device).requires_grad_()
+
+    def index(q_idx, kv_idx, scale):
+        return (q_idx * scale).to(dtype) + 100 - (kv_idx * scale).to(dtype)
+
+    scale = 200 if dtype == torch.int16 else 1
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + table[index(i, j, scale)], kernel_options={"BACKEND": backend})
+    leaf = table.detach().double().requires_grad_()
+    at = index(torch.arange(60, device=device)[:, None], torch.arange(256, device=device)[None, :], scale).long() % len(table)
+    expected = (q.double() @ k.double().mT / 4 + leaf[at]).softmax(-1) @ v.double()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    found, wanted = torch.autograd.grad(out.square().sum(), table)[0], torch.autograd.grad(expected.square().sum(), leaf)[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)

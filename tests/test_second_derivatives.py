@@ -132,3 +132,29 @@ def test_other_front_doors(device):
         (first,) = torch.autograd.grad(attend(q).square().sum(), q, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), q)[0])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda t, s: torch.nn.functional.logsigmoid(t),
+        lambda t, s: torch.logaddexp(t, s * 0),
+        lambda t, s: torch.logaddexp2(s * 0, t),
+        lambda t, s: torch.nn.functional.softplus(t),
+    ],
+    ids=["logsigmoid", "logaddexp", "logaddexp2", "softplus"],
+)
+def test_where_two_forms_meet(term, device):
+    """At 0, and where two numbers are the same: that is where gates begin."""
+    q, k, v = (torch.randn(1, 1, 16, 16, device=device) for _ in range(3))
+    weight, direction = torch.randn(1, 1, 16, 16, device=device), torch.randn(16, device=device)
+
+    def second(attend, dtype):
+        gates = torch.zeros(16, device=device, dtype=dtype).requires_grad_()
+        out = attend(q.to(dtype), k.to(dtype), v.to(dtype), lambda s, b, h, i, j: s + term(gates[j], s))
+        (gradient,) = torch.autograd.grad((out * weight.to(dtype)).sum(), gates, create_graph=True)
+        return torch.autograd.grad((gradient * direction.to(dtype)).sum(), gates)[0]
+
+    found, expected = second(flex_attention, torch.float32), second(lambda *args: dense_attention(*args)[0], torch.float64)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

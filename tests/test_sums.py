@@ -31,6 +31,9 @@ CAPTURED = {
     "by_h": torch.randn(4),
     "table": torch.randn(Q_LEN, KV_LEN),
     "padding": torch.arange(KV_LEN) < 250,
+    "signed": (torch.arange(KV_LEN) % 256 - 128).to(torch.int8),
+    "unsigned": (torch.arange(KV_LEN) % 256).to(torch.uint8),
+    "short": (torch.arange(KV_LEN) * 200 - 30000).to(torch.int16),
     "WIDTH": 3,
     "SCALE": 0.7,
 }
@@ -46,6 +49,11 @@ TERMS = [
     "torch.where(padding[kv_idx], 0.0, -5.0)",
     "torch.tanh(by_k[b, kv_idx])",
     "kv_idx * 0.25",
+    "signed[kv_idx]",
+    "unsigned[kv_idx]",
+    "short[kv_idx]",
+    "(padding[kv_idx] | padding[0]) * 1",
+    "((kv_idx - q_idx) - unsigned[kv_idx] % 3)",
 ]
 
 
@@ -112,6 +120,8 @@ def test_the_parts_add_up(text):
         "score + (kv_idx - q_idx + 3)",
         "score + 1e9",
         "score + (by_k[b, kv_idx] - by_q[b, q_idx])",
+        "score + (kv_idx - q_idx).to(torch.int8)",
+        "score + (kv_idx.to(torch.int16) - q_idx.to(torch.int16))",
     ],
 )
 def test_what_is_no_sum(text):

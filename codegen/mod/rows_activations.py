@@ -26,7 +26,9 @@ def _gelu(x, approximate="none"):
 
 
 def _logsigmoid(x):
-    return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(torch.exp(-torch.abs(x)))  # at 0 the derivatives are 1/2 and 0
+    below = x < 0  # a choice of forms that agree at 0 in all derivatives, as the least of x and 0 would not
+    small, large = torch.where(below, x, 0.0), torch.where(below, 0.0, x)
+    return torch.where(below, x - torch.log1p(torch.exp(small)), -torch.log1p(torch.exp(-large)))
 
 
 def _silu(x, inplace=False):

@@ -15,6 +15,8 @@ from .stand_ins import as_python
 def _clamp(x, min=None, max=None):
     if min is None and max is None:
         raise TypeError("torch.clamp needs min, max or both")
+    if min is not None and max is not None and not is_number(min) and not is_integral(min):
+        min = torch.where(min < max, min, torch.detach(min))  # bounds that are the same have no gradient below them
     x = x if min is None else torch.where(x < min if is_integral(min) else (x < min) | _is_nan(min, x), min, x)
     return x if max is None else torch.where(x > max if is_integral(max) else (x > max) | _is_nan(max, x), max, x)
 

@@ -23,15 +23,22 @@ def _lerp(start, end, weight):
 
 
 def _logaddexp(x, y):
-    return torch.maximum(x, y) + torch.log1p(torch.exp(-_apart(x, y)))
+    larger, apart = _apart(x, y)
+    return larger + torch.log1p(torch.exp(-apart))
 
 
 def _logaddexp2(x, y):
-    return torch.maximum(x, y) + torch.log1p(torch.exp2(-_apart(x, y))) / math.log(2)
+    larger, apart = _apart(x, y)
+    return larger + torch.log1p(torch.exp2(-apart)) / math.log(2)
 
 
 def _apart(x, y):
-    return torch.abs(torch.where(x == y, 0.0, _counted(x) - _counted(y)))  # the difference of two infinities would be NaN
+    """The larger one, and by how much it is larger. Chosen, so that there is a derivative where both are the same."""
+    x, y = _counted(x), _counted(y)
+    first = x >= y
+    larger, smaller = torch.where(first, x, y), torch.where(first, y, x)
+    infinite = (x == y) & (torch.abs(x) == math.inf)  # their difference would be NaN
+    return larger, torch.where(infinite, 0.0, larger - smaller)
 
 
 def _xlogy(x, y):

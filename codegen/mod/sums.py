@@ -83,7 +83,7 @@ def _terms(node: Expr, args: list[_Terms | None], theirs: list[frozenset[str]], 
         return _Terms(rate=float(sign_of_difference(node)))
     if row.signs:
         scores = [sign for term, sign in zip(args, row.signs, strict=True) if term.score]
-        parts = zip(*(term[1:] for term in args), strict=True)
+        parts = zip(*([_as_computed(part, node) for part in term[1:]] for term in args), strict=True)
         return _Terms(bool(scores), *(_total(part, row.signs) for part in parts)) if scores in ([], [1]) else None
     for this in row.scales:
         terms, other = args[this], 1 - this
@@ -102,10 +102,16 @@ def _keeps_value(node: Expr) -> bool:
         return False
     if node.dtype.is_floating_point:
         return True
-    if node.op == "cast" and node.args[0].dtype.is_floating_point:
-        return False
+    if node.dtype.itemsize < 4 or node.op == "cast" and node.args[0].dtype.is_floating_point:
+        return False  # narrow integers wrap around within their range
     low, high = value_range(node)
     return low >= -_EXACT and high <= _EXACT
+
+
+def _as_computed(part: Sym | float | None, node: Expr) -> Sym | float | None:
+    """A part of a sum in the dtype in which it is added up: not that of narrow integers, or of bools, that it may have."""
+    dtype = torch.float32 if node.dtype.is_floating_point else node.dtype
+    return cast(part, dtype) if isinstance(part, Sym) and not part.expr.dtype.is_floating_point else part
 
 
 def _total(parts: tuple, signs: tuple[int, ...]) -> Sym | float | None:

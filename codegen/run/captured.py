@@ -21,7 +21,8 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with an element of its own in memory for every index."""
-    return tensor.contiguous() if 0 in tensor.stride() else _without_overlaps(tensor)
+    # a dimension of one index may have stride 0, too, and is contiguous to torch
+    return tensor.clone(memory_format=torch.contiguous_format) if 0 in tensor.stride() else _without_overlaps(tensor)
 
 
 def _without_overlaps(tensor: torch.Tensor) -> torch.Tensor:

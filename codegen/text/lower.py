@@ -48,7 +48,9 @@ class _Printer:
         self.graph, self.names, self.language, self.known = graph, names, target.language, known or {}
         # symbols that differ within a tile
         self.axes = POSITIONS.union({"h"} if target.packed_heads else (), {"b"} if target.packed_sequences else ())
-        self.expressions = Expressions(target, prefix, by_distance, deciding(walk(graph.result)))
+        nodes = walk(graph.result)
+        decided = {id(n) for n in nodes} if graph.kind == "zone" else deciding(nodes)  # a zone is compared in the verdict
+        self.expressions = Expressions(target, prefix, by_distance, decided)
         self.addresses = Addresses(graph, names, layouts, self.axes, self.expressions)
         self.dots = Dots(self.addresses)
 
