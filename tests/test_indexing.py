@@ -157,20 +157,25 @@ def test_indexing_mixed_with_torch(expression):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["AUTO", "PORTABLE"])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
-def test_indices_that_are_differences_of_narrow_integers(dtype, backend, device):
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda i, j: (i % 50).to(torch.uint8) + 205 - (j % 200).to(torch.uint8),
+        lambda i, j: i.to(torch.uint8) + 100 - j.to(torch.uint8),
+        lambda i, j: i.to(torch.int8) + 100 - (j % 100).to(torch.int8),
+        lambda i, j: (i * 200).to(torch.int16) + 100 - (j * 200).to(torch.int16),
+    ],
+    ids=["uint8", "uint8 that wraps", "int8 that wraps", "int16 that wraps"],
+)
+def test_indices_that_are_differences_of_narrow_integers(index, backend, device):
     """They wrap around, and what a kernel adds to an address does not."""
     q, k, v = (torch.randn(1, 1, n, 16, device=device) for n in (60, 256, 256))
-    table = torch.randn(1 << 16 if dtype == torch.int16 else 256, device=device).requires_grad_()
-
-    def index(q_idx, kv_idx, scale):
-        return (q_idx * scale).to(dtype) + 100 - (kv_idx * scale).to(dtype)
-
-    scale = 200 if dtype == torch.int16 else 1
-    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + table[index(i, j, scale)], kernel_options={"BACKEND": backend})
+    i, j = torch.arange(60, device=device)[:, None], torch.arange(256, device=device)[None, :]
+    size = 1 << 16 if index(i, j).dtype == torch.int16 else 256
+    table = torch.randn(size, device=device).requires_grad_()
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + table[index(i, j)], kernel_options={"BACKEND": backend})
     leaf = table.detach().double().requires_grad_()
-    at = index(torch.arange(60, device=device)[:, None], torch.arange(256, device=device)[None, :], scale).long() % len(table)
-    expected = (q.double() @ k.double().mT / 4 + leaf[at]).softmax(-1) @ v.double()
+    expected = (q.double() @ k.double().mT / 4 + leaf[index(i, j).long() % size]).softmax(-1) @ v.double()
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     found, wanted = torch.autograd.grad(out.square().sum(), table)[0], torch.autograd.grad(expected.square().sum(), leaf)[0]
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)

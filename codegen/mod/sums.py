@@ -102,8 +102,8 @@ def _keeps_value(node: Expr) -> bool:
         return False
     if node.dtype.is_floating_point:
         return True
-    if node.dtype.itemsize < 4 or node.op == "cast" and node.args[0].dtype.is_floating_point:
-        return False  # narrow integers wrap around within their range
+    if node.op == "cast" and node.args[0].dtype.is_floating_point:
+        return False
     low, high = value_range(node)
     return low >= -_EXACT and high <= _EXACT
 

@@ -93,7 +93,7 @@ class Addresses:
         if near:  # the compiler makes constants of the addresses' differences only where it need not mind an overflow
             sign = "+" if sign_of_distance(index) > 0 else "-"
             code = language.operate(language.cast(near, torch.int64), sign, language.symbol("far"))
-        elif stride == "1" and inside and symbols_in(index) >= POSITIONS and index.dtype.itemsize >= 4:  # narrow sums wrap around
+        elif stride == "1" and inside and symbols_in(index) >= POSITIONS and index.dtype.itemsize >= 4:  # no term of uint8 is negative
             return self._sorted_terms(index)
         elif layout.wide and not index.is_literal:
             code = language.cast(code, torch.int64)
