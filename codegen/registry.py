@@ -7,7 +7,6 @@ _plans: dict[tuple, Plan] = Table("forward plans", 1024)        a dict of at mos
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,24 +58,10 @@ class Table(Bounded):
         _register(name, self)
 
 
-class WeakTable(weakref.WeakKeyDictionary):
-    """A Table of which an entry goes with its key, too."""
-
-    def __init__(self, name: str, limit: int) -> None:
-        super().__init__()
-        self.limit = limit
-        _register(name, self)
-
-    def __setitem__(self, key, value) -> None:
-        if len(self) >= self.limit and key not in self:
-            self.clear()
-        super().__setitem__(key, value)
+_caches: dict[str, Table] = {}
 
 
-_caches: dict[str, Table | WeakTable] = {}
-
-
-def _register(name: str, cache: Table | WeakTable) -> None:
+def _register(name: str, cache: Table) -> None:
     if name in _caches:
         raise ValueError(f"two caches are called {name!r}")
     _caches[name] = cache

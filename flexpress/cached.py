@@ -274,7 +274,7 @@ def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask
         check_mod_learns_nothing(bound, "score" if bound is score else "mask")
     program = mod_program(score, mask, out=of_query[1] and dtype_name(of_query[1])).text()
     return lambda queries: torch.ops.flexpress.cached_attention(
-        *(queries, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)),
+        *(*checks.autocast(queries), k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)),
         *(scale, batch_invariant, check, program, sinks, of_query[0]),
     )
 

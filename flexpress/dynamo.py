@@ -48,6 +48,8 @@ class _Inputs:
 
     def argument(self, found: VariableTracker):
         """What makes an argument of the inputs' values."""
+        if isinstance(found, ConstDictVariable):
+            found.install_dict_keys_match_guard()  # a key may come later
         if found.is_python_constant():
             constant = found.as_python_constant()
             return lambda values: constant

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+
 import torch
 
 from flexpress.block_mask import BlockMask
 
 from .codegen.compiling import runs_uncompiled
-from .codegen.registry import WeakTable
 
 
 def is_foreign_mask(mask) -> bool:
@@ -16,7 +19,6 @@ def is_foreign_mask(mask) -> bool:
 
 
 _WHOLE = 1 << 30  # torch's block size of a mask that stands for no mask, of lengths (1, 1)
-_adopted: WeakTable = WeakTable("masks of torch's", 1024)  # with what was read of each, and the BlockMask of it
 
 
 def foreign_lists(mask, lengths: tuple[int, int]) -> tuple[tuple[int, int], tuple]:
@@ -41,15 +43,33 @@ def adopt(mask, lengths: tuple[int, int]) -> BlockMask:
     kept = isinstance(tables[1], torch.Tensor) and not (tables[1].is_cuda and torch.cuda.is_current_stream_capturing())
     try:
         state = [lengths, mask.BLOCK_SIZE, *(None if t is None else (id(t), t._version) for t in tables)]
-        found = _adopted.get(mask) if kept else None
-    except (AttributeError, TypeError, RuntimeError):  # no tensors, of inference mode, or a mask that cannot be a key
-        kept = found = None
-    if found is None or found[0] != state:
+        attributes, owner = vars(mask), weakref.ref(mask)
+    except (AttributeError, TypeError, RuntimeError):  # no tensors, of inference mode, or a mask that nothing can be kept on
+        kept = False
+    found = attributes.get(_ADOPTED) if kept else None
+    if not isinstance(found, _Adopted) or found.owner() is not mask or found.state != state:
         made = BlockMask(lengths, *tables, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
         if not kept:
             return made
         made._lists.kept()
-        found = _adopted[mask] = state, tables, made  # holding the tensors, so that no other gets the id of one
-    found[2].mask_mod = mask.mask_mod
-    found[2]._lists.ready()
-    return found[2]
+        found = attributes[_ADOPTED] = _Adopted(owner, state, tables, made)
+    found.made.mask_mod = mask.mask_mod
+    found.made._lists.ready()
+    return found.made
+
+
+@dataclass(frozen=True, eq=False)
+class _Adopted:
+    """What was read of a mask, and the BlockMask of it. The mask has it as an attribute: a table of masks would keep alive one that its
+    mask_mod reaches. Copies and pickles of the mask have something empty in its place, which files are allowed to have."""
+
+    owner: weakref.ref
+    state: list
+    tables: tuple  # held, so that no other tensor gets the id of one
+    made: BlockMask
+
+    def __reduce__(self) -> tuple:
+        return OrderedDict, ()
+
+
+_ADOPTED = "_flexpress_adopted"

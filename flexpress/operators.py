@@ -13,6 +13,7 @@ and numbers that they capture, numbers of bool among the ints.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -229,6 +230,10 @@ def flex_attention_backward(
 ) -> list[torch.Tensor]:
     """The gradients of query, key and value, of sinks if given, and of the `wanted` ones of score_mod's tensors, laid out as these are."""
     wishes = read_program(program)
+    if rows.shape != (*query.shape[:3], 2) or out.shape != (*query.shape[:3], value.shape[3]):
+        raise ValueError(
+            f"out {tuple(out.shape)} and rows {tuple(rows.shape)} are not what flexpress::flex_attention gives for these inputs"
+        )
     with torch.no_grad(), nothing_kept():
         call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wishes, sinks, seed)
         *gradients, of_captured, of_sinks = backward(
@@ -284,7 +289,12 @@ def _differentiate(ctx, d_out, d_lse, *_):
     none = [[None] * len(tensors), *map(_no_gradients, (ints, floats)), *([None] * len(part) for part in (lists, starts))]
     if d_out is None and d_lse is None:
         return (None, None, None, *none, None, None, None, None, None, None, None)[: len(ctx.needs_input_grad)]
-    score = read_program(program).score
+    wanted = read_program(program)
+    if not wanted.rows:  # recorded where nothing wanted a gradient, as in an exported program
+        with torch.no_grad():
+            arguments = query, key, value, tensors, ints, floats, lists, starts, scale, replace(wanted, rows=True).text(), sinks, seed
+            *_, rows = torch.ops.flexpress.flex_attention(*arguments)
+    score = wanted.score
     learned = len(read_graph_once(score).tensors) if score else 0  # mask_mod's tensors, which come behind them, have no gradient
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3][:learned]) if needed]
     learns = sinks is not None and ctx.needs_input_grad[10]

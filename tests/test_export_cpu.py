@@ -299,3 +299,41 @@ def test_what_kernels_cannot_read_or_follow_is_refused(target, tmp_path):
     assert torch.equal(once, again)
     with pytest.raises(NotImplementedError, match="differentiable once"):
         torch.autograd.grad(again.sum(), x)
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_80"])
+def test_hooks_that_lay_out_saved_tensors_anew(target, tmp_path):
+    q, k, v = tensors("cpu", Q_LEN=48, KV_LEN=48, grad=True)
+    bias, table, learned = torch.randn(48, 48).t(), torch.randn(48, 1).expand(48, 3), torch.randn(48).requires_grad_()
+    path = tmp_path / "file.py"
+    export(q, k, v, lambda s, b, h, i, j: s + bias[i, j] + table[j, 2] * learned[i], backward=True, target=target, path=path)
+    attention = load(path).attention
+
+    def gradients(pack, unpack=lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            out = attention(q, k, v, bias=bias, table=table, learned=learned)
+        return torch.autograd.grad(out.square().sum(), (q, k, v, learned))
+
+    expected = gradients(lambda t: t)
+    for pack in (lambda t: t.detach().clone(memory_format=torch.contiguous_format), unaligned):
+        for one, other in zip(gradients(pack), expected, strict=True):
+            assert torch.equal(one, other)
+
+    def freed(tensor):
+        tensor = tensor.detach().clone()
+        tensor.untyped_storage().resize_(0)
+        return tensor
+
+    with pytest.raises(NotImplementedError, match="what attention saved has no memory"):
+        gradients(freed)
+    for given, name in (((q, freed(k), v), "key"), ((q, k, freed(v)), "value")):
+        with pytest.raises(NotImplementedError, match=f"{name} has no memory"):
+            attention(*given, bias=bias, table=table, learned=learned)
+    with pytest.raises(NotImplementedError, match="bias has no memory"):
+        attention(q, k, v, bias=freed(bias), table=table, learned=learned)
+
+
+def unaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose address is no multiple of 16."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].view(tensor.shape).copy_(tensor)

@@ -151,6 +151,51 @@ def test_make_fx_records_the_backward_pass(device):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", ["no_grad", "frozen", "make_fx"])
+def test_what_was_recorded_without_gradients_may_be_trained(way, device):
+    """Then the program says nothing of what a backward pass needs, which is computed there."""
+    layer, x = Layer().to(device), torch.randn(1, 2, 40, 16, device=device)
+    x, exact = (x.detach().requires_grad_() for _ in range(2))
+    layer.requires_grad_(way == "no_grad")
+    if way == "make_fx":
+        made = make_fx(layer, _allow_non_fake_inputs=True)(x.detach())
+    else:
+        with torch.set_grad_enabled(way == "frozen"):
+            made = torch.export.export(layer, (x.detach(),)).module()
+    inputs = [x, *(p for p in made.parameters() if p.requires_grad)]
+    found = torch.autograd.grad(made(x).square().sum(), inputs)
+    expected = torch.autograd.grad(layer(exact).square().sum(), [exact, *(p for p in layer.parameters() if p.requires_grad)])
+    torch.testing.assert_close(found[0], expected[0])
+    assert sorted(g.norm().item() for g in found) == pytest.approx(sorted(g.norm().item() for g in expected), rel=1e-4)
+
+
+def test_rows_of_another_call_are_refused():
+    q = torch.randn(1, 2, 20, 16)
+    for out, rows in ((q, torch.empty(0)), (q[:, :1], torch.zeros(1, 2, 20, 2))):
+        with pytest.raises(ValueError, match="are not what flexpress::flex_attention gives"):
+            OPS.flex_attention_backward(q, None, q, q, q, out, rows, [], [], [], [], [], 0.25, "{}", [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_caches_under_autocast(device):
+    """What torch records has autocast's dtype, too."""
+    q, cache = torch.randn(2, 2, 1, 16, device=device), torch.randn(2, 40, 2, 16, device=device)
+    kv_len = torch.tensor([11, 30], dtype=torch.int32, device=device)
+
+    def attend(q):
+        with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+            return cached_attention(q, cache, cache, kv_len, return_lse=True)
+
+    expected = attend(q)
+    with FlopCounterMode(display=False):
+        counted = attend(q)
+    for found in (counted, torch.compile(attend, backend="aot_eager", fullgraph=True)(q)):
+        assert found[0].dtype == torch.bfloat16
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
 def shapes_and_strides(result):
     return [(t.shape, t.stride(), t.dtype, t.device.type) for t in (result if isinstance(result, tuple) else (result,))]
 

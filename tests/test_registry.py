@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import threading
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch.nn.attention import flex_attention as torch_masks
 
 from flexpress import cache_clear, create_block_mask, evaluate_mod, flex_attention, mods, rope_table, update_cache
 from flexpress.codegen import registry
-from flexpress.codegen.registry import Bounded, CacheSize, Table, WeakTable, remembered
+from flexpress.codegen.registry import Bounded, CacheSize, Table, remembered
 from support.fresh_mods import mask_mod, score_mod
 
 PACKAGES = [Path(__file__).parent.parent / name for name in ("codegen", "flexpress", "mods")]
@@ -109,18 +108,6 @@ def test_interpreted_calls_leave_nothing_behind():
     assert list(registry.sizes()) == before and next(s for s in before if s.name == "block types of the interpreter").entries > 5
 
 
-def test_a_weak_table_forgets_with_its_keys_and_is_bounded(monkeypatch):
-    monkeypatch.setattr(registry, "_caches", {})
-    table = WeakTable("weak", 3)
-    keys = [type(f"Key{i}", (), {})() for i in range(5)]
-    for i, key in enumerate(keys):
-        table[key] = i
-        assert len(table) <= 3 and table[key] == i
-    del keys, key
-    gc.collect()
-    assert list(registry.sizes()) == [CacheSize("weak", 0, 3)]
-
-
 def test_every_cache_is_bounded_and_cache_clear_forgets_all():
     cache_clear()
     q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for n in (30, 40, 40))
@@ -148,7 +135,6 @@ def test_every_cache_is_bounded_and_cache_clear_forgets_all():
         "checked inputs",
         "geometries",
         "analyses of masks",
-        "masks of torch's",
         "block types of the interpreter",
         "scalar types of the interpreter",
     } <= filled

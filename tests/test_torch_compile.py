@@ -369,3 +369,13 @@ def test_random_numbers_in_a_mod_are_refused():
     q, k, v = inputs("cpu")
     with pytest.warns(UserWarning), pytest.raises(dynamo.exc.Unsupported, match="flexpress refuses this score_mod"):
         torch.compile(lambda q: flex_attention(q, k, v, noisy), backend="eager", fullgraph=True)(q)
+
+
+@pytest.mark.parametrize("name, value", [("NONSENSE", 1), ("BLOCK_M", "wide")])
+def test_options_that_come_later(name, value):
+    q, options = torch.randn(1, 1, 20, 16), {}
+    compiled = torch.compile(lambda q: flex_attention(q, q, q, kernel_options=options), backend="eager", fullgraph=True)
+    compiled(q)
+    options[name] = value
+    with pytest.raises(Exception, match=name):
+        compiled(q)

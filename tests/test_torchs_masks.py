@@ -5,7 +5,11 @@ docs/torch_tests.md says which of theirs each of these stands for.
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
+import io
+import weakref
 
 import pytest
 import torch
@@ -224,3 +228,34 @@ def test_combined_masks_are_functions_to_their_users(combine):
     b, i = torch.tensor(0), torch.arange(4)
     assert torch.equal(mask_mod(b=b, h=b, q_idx=i[:, None], kv_idx=i), mask_mod(b, b, i[:, None], i))
     assert create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu").to_dense().any()
+
+
+def test_a_mask_that_reaches_its_owner_goes_with_it():
+    class Window(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.size = 20
+            self.mask = torchs.create_block_mask(lambda b, h, i, j: i - j < self.size, None, None, 128, 128, device="cpu")
+
+    q, window = torch.randn(1, 2, 128, 16), Window()
+    flex_attention(q, q, q, block_mask=window.mask)
+    gone = weakref.ref(window)
+    del window
+    gc.collect()
+    assert gone() is None
+
+
+def test_copies_of_masks_and_their_files():
+    """What was read of a mask stays with it: a copy has lists and a mask_mod of its own, and a file needs nothing of ours."""
+    q = torch.randn(1, 2, 200, 16)
+    mask = torchs.create_block_mask(flexpress.mods.causal, None, None, 200, 200, device="cpu")
+    expected = flex_attention(q, q, q, block_mask=mask)
+    other, deep = copy.copy(mask), copy.deepcopy(mask)
+    other.mask_mod = flexpress.mods.sliding_window(3)
+    flex_attention(q, q, q, block_mask=other)
+    kept = io.BytesIO()
+    torch.save(mask, kept)
+    assert b"flexpress.foreign" not in kept.getvalue()
+    kept.seek(0)
+    for same in (mask, deep, torch.load(kept, weights_only=False)):
+        assert torch.equal(flex_attention(q, q, q, block_mask=same), expected)
