@@ -18,6 +18,7 @@ from torch.utils import _pytree
 
 import flexpress
 from flexpress import BlockMask, create_block_mask, flex_attention
+from flexpress.foreign_masks import adopt
 from support.dense import assert_as_accurate, dense_attention
 
 LENGTH = 160
@@ -253,6 +254,7 @@ def test_copies_of_masks_and_their_files():
     other, deep = copy.copy(mask), copy.deepcopy(mask)
     other.mask_mod = flexpress.mods.sliding_window(3)
     flex_attention(q, q, q, block_mask=other)
+    assert adopt(other, (200, 200)) is not adopt(mask, (200, 200))  # threads may use both at once
     kept = io.BytesIO()
     torch.save(mask, kept)
     assert b"flexpress.foreign" not in kept.getvalue()
