@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from flexpress.versions import torch_writes_operators
+
 _MAY_BE_EMPTY = re.compile(r"\[\] (?=(tensors|ints|floats|lists|starts|wanted)\b)")
 
 
@@ -16,6 +18,8 @@ def operator_of_mods(name: str) -> Callable:
     make of an empty list."""
 
     def register(function: Callable):
+        if not torch_writes_operators():
+            return torch.library.custom_op(f"flexpress::{name}", function, mutates_args=())
         schema = torch.library.infer_schema(function, mutates_args=())
         places = [i for i, parameter in enumerate(schema.split(",")) if _MAY_BE_EMPTY.search(parameter)]
 

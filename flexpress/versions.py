@@ -7,6 +7,7 @@ from importlib import import_module
 
 MINIMUM = {"torch": (2, 10), "triton": (3, 6), "jinja2": (3, 1)}
 NEWEST_TRITON = (3, 9)  # that was tested
+WRITES_OPERATORS = (2, 13)  # torch whose AOTInductor and C++ wrapper take our operators; earlier ones end the process
 
 
 def written(version: tuple[int, int]) -> str:
@@ -24,6 +25,11 @@ def too_new(name: str, version: str) -> str | None:
     if name != "triton" or _first_two(version) <= NEWEST_TRITON:
         return None
     return f"{version} is newer than what was tested ({written(MINIMUM['triton'])} to {written(NEWEST_TRITON)}); kernels may not compile"
+
+
+def torch_writes_operators() -> bool:
+    """May models with attention be written out in C++ by this torch?"""
+    return _first_two(import_module("torch").__version__) >= WRITES_OPERATORS
 
 
 def check_versions() -> None:
