@@ -9,7 +9,7 @@ import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_no_gradients
-from flexpress.cached_mods import causal, causal_from, mask_from, mask_of_rows, part_of, position_from, score_from
+from flexpress.cached_mods import causal, causal_from, mask_from, mask_of_rows, of_own_queries, part_of, position_from, score_from
 from flexpress.cached_problem import CachedProblem
 from flexpress.scales import read_scale
 from flexpress.shared_attention import Together
@@ -94,7 +94,8 @@ def _call_of(problem: CachedProblem, together: Together | None = None) -> tuple[
         elif mask_mod is None:
             mod = causal_from(position, kv_lens) if masked else None
         else:
-            mod = mask_from(part_of(mask_mod, kind, q.device, KV_LEN), position, kv_lens)
+            own = of_own_queries(position, where.cu_q) if where.invariant and where.cu_q is not None else position
+            mod = mask_from(part_of(mask_mod, kind, q.device, KV_LEN), own, kv_lens)
         return _bound(mod, kind, q.device)
 
     call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)

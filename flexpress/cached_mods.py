@@ -26,6 +26,11 @@ def position_from(q_offset: torch.Tensor | None, kv_len: torch.Tensor, cu_seqlen
     return lambda b, q_idx: q_idx + (kv_len[b] - (cu_seqlens_q[b + 1] - cu_seqlens_q[b]))
 
 
+def of_own_queries(position: Callable, cu_seqlens_q: torch.Tensor) -> Callable:
+    """The same, where a query that a sequence has not is its last one: then what blocks are visited follows from its own queries alone."""
+    return lambda b, q_idx: position(b, torch.minimum(q_idx, cu_seqlens_q[b + 1] - cu_seqlens_q[b] - 1))
+
+
 def score_from(score_mod: Callable, position: Callable) -> Callable:
     """The score_mod of the numbers of queries."""
     score_mod = plain(score_mod)

@@ -2234,6 +2234,27 @@ VARIOUS = [
         "exported kernels read freed memory",
         "crash",
     ),
+    Mutant(
+        "flexpress/cached_mods.py",
+        "position(b, torch.minimum(q_idx, cu_seqlens_q[b + 1] - cu_seqlens_q[b] - 1))",
+        "position(b, q_idx)",
+        named("cpp", "alone"),
+        "a sequence's blocks follow from how many queries others have",
+    ),
+    Mutant(
+        "examples/engine/scheduler.py",
+        "for request in [r for r in self.waiting if r.asked < len(r.made)]:",
+        "for request in []:",
+        named("engine_scheduler", "stop_that_fails"),
+        "an answer goes on behind a stop that failed",
+    ),
+    Mutant(
+        "examples/engine/text.py",
+        "last if len(piece) > len(known) else first",
+        "last",
+        named("engine_scheduler", "spaces"),
+        "a text loses a space behind a token that shows nothing",
+    ),
 ]
 
 MUTANTS = [

@@ -52,12 +52,14 @@ def batch(device, q_lens=(3, 1, 0, 9), kv_lens=(40, 7, 0, 300), dtype=torch.floa
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("paged", [False, True])
-def test_a_sequence_alone_is_bitwise_the_same(device, paged):
-    """batch_invariant, whatever room the others' caches need."""
+@pytest.mark.parametrize("mask_mod", [None, mods.sliding_window(300)], ids=["causal", "window"])
+def test_a_sequence_alone_is_bitwise_the_same(device, paged, mask_mod):
+    """batch_invariant, whatever room the others' caches need, and however many queries they have."""
     arguments = batch(device, (1, 3, 2, 9), (1100, 7, 30, 2500), torch.bfloat16, page_size=16 if paged else 0, invariant=True)
+    arguments["mask_mod"] = mask_mod
     whole, starts = cached_attention(**arguments), arguments["cu_seqlens_q"].tolist()
     for b, n in enumerate((1, 3, 2, 9)):
-        alone = {k: arguments[k] for k in ("k_cache", "v_cache", "batch_invariant")}
+        alone = {k: arguments[k] for k in ("k_cache", "v_cache", "batch_invariant", "mask_mod")}
         if paged:
             alone["page_table"] = arguments["page_table"][b : b + 1, : -(-int(arguments["kv_len"][b]) // 16)].contiguous()
         else:

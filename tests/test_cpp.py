@@ -285,11 +285,14 @@ def test_huge_scores_that_are_no_whole_numbers(size, queries, dtype):
         assert relative_error(mine, exact) <= 2 * relative_error(plain, exact) + 2e-7
 
 
-def test_a_sequence_alone_is_bitwise_the_same():
-    """batch_invariant, whatever room the others' caches need."""
-    arguments, _ = made(Batch(q_lens=[1, 3], kv_lens=[1100, 2500], page_size=0, invariant=True), "cpu")
+@pytest.mark.parametrize("mask_mod", [None, mods.sliding_window(300)], ids=["causal", "window"])
+@pytest.mark.parametrize("others", [3, 120])
+def test_a_sequence_alone_is_bitwise_the_same(others, mask_mod):
+    """batch_invariant, whatever room the others' caches need, and however many queries they have."""
+    arguments, _ = made(Batch(q_lens=[1, others], kv_lens=[1100, 2500], page_size=0, invariant=True), "cpu")
+    arguments["mask_mod"] = mask_mod
     whole = cached_attention(**arguments)
-    alone = {name: arguments[name] for name in ("k_cache", "v_cache", "batch_invariant")}
+    alone = {name: arguments[name] for name in ("k_cache", "v_cache", "batch_invariant", "mask_mod")}
     alone |= {"kv_len": arguments["kv_len"][:1], "cache_loc": torch.zeros(1, dtype=torch.int32)}
     assert torch.equal(cached_attention(arguments["query"][:1].transpose(0, 1)[None], **alone)[0].transpose(0, 1), whole[:1])
 

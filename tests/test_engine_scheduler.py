@@ -217,32 +217,42 @@ def test_a_prompt_holds_up_nobody():
         scheduler.commit(step, [[0] * work.rows for work in step])
 
 
-def test_a_stop_that_fails_makes_no_answer_longer():
-    """It raises once, at the last token that is wanted: the answer is there, and complete."""
+@pytest.mark.parametrize("wanted, says, reason", [(3, "", "length"), (9, "end of text", "end of text"), (4, "", "")])
+def test_a_stop_that_fails_makes_no_answer_longer(wanted, says, reason):
+    """It raises once, and is asked again of the same tokens."""
+    failures = []
 
     def stop(made):
         if len(made) == 3:
-            raise BrokenPipeError
+            if not failures:
+                failures.append(made)
+                raise BrokenPipeError
+            return says
         return ""
 
     scheduler = Scheduler(PageAllocator(10, 4), 4, 8)
-    request = Request([1, 2], 3, stop)
+    request = Request([1, 2], wanted, stop)
     scheduler.submit(request)
     with pytest.raises(BrokenPipeError):
         while step := scheduler.plan():
             scheduler.commit(step, [[0] * work.rows for work in step])
     scheduler.abandon()
-    assert scheduler.plan() == [] and (request.made, request.reason) == ([0, 0, 0], "length")
+    assert bool(scheduler.plan()) == (not reason) and (request.made, request.reason) == ([0, 0, 0], reason)
 
 
 def test_what_is_refused():
     scheduler = Scheduler(PageAllocator(2, 4), 4, 8)
     with pytest.raises(OutOfPages, match="3 pages are needed but 2 of 2 are free"):
-        scheduler.submit(Request([1, 2, 3], 6))
+        scheduler.submit(Request([1, 2, 3], 7))
     for bad in (Request([], 1), Request([1], 0), Request([1], 1, reason="length")):
         with pytest.raises(ValueError, match="a request must have a prompt, want a token, and be new"):
             scheduler.submit(bad)
     assert not scheduler.waiting
+    request = Request([1, 2, 3], 6 - 1)
+    scheduler.submit(request)
+    scheduler.submit(Request([1, 2, 3], 6))  # its last token needs no place
+    with pytest.raises(ValueError, match="and be new; got one with 3 tokens, wanted=5, .* waiting=True"):
+        scheduler.submit(request)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 7), st.integers(1, 3))
@@ -306,3 +316,39 @@ def test_a_text_that_ends_by_length():
     answer.close()
     answer.close()
     assert written == ["a", "bc"]
+
+
+def test_a_text_whose_writer_fails():
+    """Asked again of the same tokens, it says the same."""
+    written, failing = [], [True]
+
+    def write(piece):
+        if failing and "c" in piece:
+            failing.pop()
+            raise BrokenPipeError
+        written.append(piece)
+
+    answer, made = engine("text").Answer(Letters(), strings=("bcd", "ef"), write=write), []
+    for token in b"abcxef":
+        made.append(token)
+        try:
+            reason = answer(made)
+        except BrokenPipeError:
+            reason = answer(made)
+        if reason:
+            break
+    assert reason == "stop string" and answer.text == "".join(written) == "abcx"
+
+
+class Words:
+    """A tokenizer that leaves out a space at the beginning, as SentencePiece does, and shows nothing of token 0."""
+
+    def decode(self, ids, *, skip_special_tokens):
+        return "".join(["", " Hello", " world", ","][i] for i in ids).removeprefix(" ")
+
+
+def test_spaces_behind_a_token_that_shows_nothing():
+    made, answer = [1, 0, 2, 3, 0, 0, 2], engine("text").Answer(Words())
+    for end in range(1, len(made) + 1):
+        answer(made[:end])
+    assert answer.text == Words().decode(made, skip_special_tokens=True) == "Hello world, world"

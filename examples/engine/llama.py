@@ -45,6 +45,9 @@ class Config:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", *SCALINGS) or given.get("hidden_act", "silu") != "silu":
             raise ValueError(f"this example knows neither RoPE of type {kind!r} nor activations other than silu")
+        known = {"rope_type", "type", "rope_theta", *(f.name for f in fields(SCALINGS[kind]))} if kind in SCALINGS else rope.keys()
+        if more := sorted(name for name in rope.keys() - known if rope[name] is not None):
+            raise ValueError(f"this example knows no {', '.join(more)} of RoPE of type {kind!r}")
         if kind in SCALINGS:
             scaling = SCALINGS[kind]
             given["scaling"] = scaling(**{f.name: rope[f.name] for f in fields(scaling) if f.name in rope})

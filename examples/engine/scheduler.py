@@ -36,6 +36,7 @@ class Request:
     cached     how many of its tokens are in the cache
     preempted  how often its pages went to others
     times      when it was submitted, and when each of its tokens was made: seconds of time.perf_counter
+    asked      of how many of its tokens `stop` has said whether they end it
     """
 
     prompt: list[int]
@@ -47,11 +48,17 @@ class Request:
     cached: int = 0
     preempted: int = 0
     times: list[float] = field(default_factory=list, repr=False)
+    asked: int = 0
 
     @property
     def length(self) -> int:
         """Tokens that it knows."""
         return len(self.prompt) + len(self.made)
+
+    def ask(self) -> None:
+        """Is it done? Raises what `stop` does; then it is to be asked again."""
+        self.reason = self.stop(self.made) or ("length" if len(self.made) >= self.wanted else "")
+        self.asked = len(self.made)
 
     def known(self, first: int, count: int) -> list[int]:
         """`count` of its tokens, or those that there are, from number `first` on."""
@@ -109,12 +116,13 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raises what `submit` would."""
-        if not request.prompt or request.wanted < 1 or request.reason or request.sequence is not None:
+        known = request.reason or request.sequence is not None or request in self.waiting
+        if not request.prompt or request.wanted < 1 or known:
             raise ValueError(
-                "a request must have a prompt, want a token, and be new; got one "
-                f"with {len(request.prompt)} tokens, wanted={request.wanted}, reason={request.reason!r}, sequence={request.sequence}"
+                f"a request must have a prompt, want a token, and be new; got one with {len(request.prompt)} tokens, "
+                f"wanted={request.wanted}, reason={request.reason!r}, sequence={request.sequence}, waiting={request in self.waiting}"
             )
-        pages = -(-(len(request.prompt) + request.wanted) // self.pool.page_size)
+        pages = -(-(len(request.prompt) + request.wanted - 1) // self.pool.page_size)  # the last token is in no cache
         if pages > self.pool.num_pages:
             raise OutOfPages(pages, self.pool.num_pages, self.pool.num_pages)
 
@@ -129,6 +137,10 @@ class Scheduler:
 
     def plan(self) -> list[Work]:
         """The work of the next step: of all that run, the oldest first, then of those that come in. Empty if nothing is left to do."""
+        for request in [r for r in self.waiting if r.asked < len(r.made)]:  # their `stop` has failed
+            request.ask()
+            if request.reason:
+                self.waiting.remove(request)
         step, spare = [], self.chunk
         for request in list(self.running):
             if request.sequence is None:  # preempted by one before it
@@ -155,7 +167,7 @@ class Scheduler:
             request.cached += len(path)
             for token in [found[node] for node in path] if work.parents else found:
                 request.made.append(token)
-                request.reason = request.stop(request.made) or ("length" if len(request.made) >= request.wanted else "")
+                request.ask()
                 if request.reason:
                     break
             request.cached = min(request.cached, request.length)
@@ -172,9 +184,7 @@ class Scheduler:
         self.kept.clear()
         for request in reversed(self.running):
             request.sequence, request.cached = None, 0
-            if len(request.made) >= request.wanted:  # its `stop` has failed
-                request.reason = "length"
-            else:
+            if not request.reason:
                 self.waiting.appendleft(request)
         self.running.clear()
 

@@ -10,7 +10,7 @@ import torch
 from flexpress import PageAllocator
 
 from .llama import Llama
-from .scheduler import Draft, Request, Scheduler
+from .scheduler import Draft, Request, Scheduler, Work
 from .steps import Steps
 
 
@@ -84,30 +84,39 @@ class Engine:
     def step(self) -> list[Request]:
         """One run of the model over what is there to compute. Returns the requests that were in it; none if nothing is left to do.
 
-        If it fails, as when memory is short, all requests wait again with the tokens that they have made.
+        If it fails, as when memory is short, all requests wait again with the tokens that they have made. A `stop` that has failed is asked
+        again; if it always fails, cancel its request.
         """
+        step: list[Work] = []
         try:
             step = self.scheduler.plan()
             if not step:
                 return []
             self._count()
-            before = [len(work.request.made) for work in step]
             moves = self.scheduler.commit(step, self.tensors.run(step))
             if moves:
                 self.tensors.move(moves)
         except BaseException:
             self.scheduler.abandon()
             raise
-        now = time.perf_counter()
-        for work, count in zip(step, before, strict=True):
-            made = len(work.request.made) - count
-            work.request.times += [now] * made
-            self.drafted += max(0, len(work.parents) - 1)
-            self.accepted += made - 1 if work.parents else 0
+        finally:
+            self._note(step)
         return [work.request for work in step]
+
+    def _note(self, step: list[Work]) -> None:
+        """When tokens were made, also those of a step that failed behind them, and how many drafts were right."""
+        now = time.perf_counter()
+        for work in step:
+            made = len(work.request.made) + 1 - len(work.request.times)
+            work.request.times += [now] * made
+            if work.parents and made:
+                self.drafted += len(work.parents) - 1
+                self.accepted += made - 1
 
     def run(self, requests: list[Request]) -> None:
         """Makes all tokens of all requests. Raises what `submit` does, before anything is made."""
+        if len(set(map(id, requests))) < len(requests):
+            raise ValueError("a request is there twice; make one for each answer")
         for request in requests:
             self._check(request)
         for request in requests:

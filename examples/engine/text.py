@@ -30,22 +30,21 @@ class Answer:
         self.tokenizer, self.ids, self.strings, self.write = tokenizer, ids, tuple(filter(None, strings)), write
         self.text = ""
         self._shown = 0  # characters of it
+        self._searched, self._end = 0, ""  # characters without a stop string, and what ended it
         self._whole = 0, 0  # of the tokens, those before the last piece, and all that are text: a piece may depend on the one before it
 
     def __call__(self, made: list[int]) -> str:
-        """After each token: "end of text", "stop string" or ""."""
-        if made[-1] in self.ids:
-            self.close()
-            return "end of text"
-        before = len(self.text)
-        self._read(made)
-        places = [at for s in self.strings if (at := self.text.find(s, max(0, before - len(s)))) >= 0]
-        if places:
-            self.text = self.text[: min(places)]
-            self.close()
-            return "stop string"
-        self._show(len(self.text) - self._held())
-        return ""
+        """After each token: "end of text", "stop string" or "". If `write` fails, the same when it is asked again."""
+        if not self._end and made[-1] in self.ids:
+            self._end = "end of text"
+        if not self._end:
+            self._read(made)
+            places = [at for s in self.strings if (at := self.text.find(s, max(0, self._searched - len(s)))) >= 0]
+            self._searched = len(self.text)
+            if places:
+                self.text, self._end = self.text[: min(places)], "stop string"
+        self._show(len(self.text) - (0 if self._end else self._held()))
+        return self._end
 
     def close(self) -> None:
         """Shows what was held back."""
@@ -58,7 +57,8 @@ class Answer:
         piece = self.tokenizer.decode(made[first:], skip_special_tokens=True)
         if not piece.endswith("\ufffd"):
             self.text += piece[len(known) :]
-            self._whole = last, len(made)
+            # from a piece that shows something: a decoder leaves out a space at the beginning of what it is given
+            self._whole = last if len(piece) > len(known) else first, len(made)
 
     def _held(self) -> int:
         """Characters at the end with which one of `strings` may begin."""
