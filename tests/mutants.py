@@ -2255,6 +2255,13 @@ VARIOUS = [
         named("engine_scheduler", "spaces"),
         "a text loses a space behind a token that shows nothing",
     ),
+    Mutant(
+        "codegen/plan/hopper_forward.py",
+        'widths = (1 if dtype == "int1" else getattr(torch, dtype).itemsize for _, dtype in handed)',
+        "widths = (4 for _ in handed)",
+        named("hopper_elements", "64_bits"),
+        "a plan takes ids of 64 bits for numbers of 32",
+    ),
 ]
 
 MUTANTS = [

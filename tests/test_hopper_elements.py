@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flexpress import create_block_mask, dropout_mask, explain, flex_attention, mods
 from flexpress.codegen import registry
+from flexpress.codegen.run.preview import hopper_compilation
 from flexpress.codegen.text.render import render
 from support.dense import dense_attention, dropped_attention, relative_error
 from support.evaluate import make_mod
@@ -190,6 +191,16 @@ def test_numbers_of_keys_take_room_from_them(monkeypatch, width, dtype, counts, 
         dense = make_mod(text, "score", {name: t.double() for name, t in values.items()})
         assert relative_error(out, dense_attention(*problem_of(width=width), dense)[0]) < 5e-3
     assert [launch.spec.flag["ELEMENT_STAGES"] for launch in launched] == buffers
+
+
+def test_numbers_of_64_bits_take_twice_the_room():
+    bias = torch.zeros(8, 512, 512, dtype=torch.bfloat16)
+    found = []
+    for dtype in (torch.int32, torch.int64):
+        mask = mods.document(torch.zeros(512, dtype=dtype), mods.causal)
+        compilation = hopper_compilation("sm_90", lambda s, b, h, m, n: s + bias[h, m, n], mask, head_dim=64)
+        found.append(compilation.spec.flag["ELEMENT_STAGES"])
+    assert found == [2, 1]
 
 
 def test_dropout(monkeypatch):

@@ -59,11 +59,11 @@ def are_copied(case: ForwardCase, score: Mod | None) -> bool:
 
 
 def with_elements(case: ForwardCase, tile: HopperTile, elements: Elements, handed: int) -> tuple[HopperTile, Elements] | None:
-    """With buffers for the elements of a tile's scores, two if there is room; None if there is none. `handed`: of how many tensors
-    numbers of the keys are in shared memory, too."""
+    """With buffers for the elements of a tile's scores, two if there is room; None if there is none. `handed`: bytes of what mods read of
+    a key, which is in shared memory, too."""
     (d_qk, d_v), size = padded(case), case.dtype.itemsize
     room = SHARED_MEMORY["sm_90"] - OTHER_BYTES - size * (tile.BLOCK_M * d_qk + tile.stages * tile.BLOCK_N * (d_qk + d_v))
-    room -= 4 * handed * tile.stages * tile.BLOCK_N
+    room -= handed * tile.stages * tile.BLOCK_N
     output, buffer = size * tile.BLOCK_M * d_v, elements.dtype.itemsize * tile.BLOCK_M * tile.BLOCK_N
     if output + buffer <= room:
         return tile, elements._replace(stages=min(2, (room - output) // buffer))

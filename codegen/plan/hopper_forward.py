@@ -219,7 +219,8 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
         tile = replace(tile, consumer_registers=232, producer_registers=40)
     elements = None
     if score and copied:
-        found = with_elements(case, tile, elements_of(score[0], copied), len(handed))
+        widths = (1 if dtype == "int1" else getattr(torch, dtype).itemsize for _, dtype in handed)
+        found = with_elements(case, tile, elements_of(score[0], copied), sum(widths))
         if found is None:
             return plan_hopper_forward(case._replace(copies=False), score, mask)
         tile, elements = found
