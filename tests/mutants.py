@@ -1585,7 +1585,7 @@ ELEMENTS = [
     ),
     Mutant(
         "codegen/plan/hopper_elements.py",
-        "    room -= 4 * handed * tile.stages * tile.BLOCK_N\n",
+        "    room -= handed * tile.stages * tile.BLOCK_N\n",
         "",
         named("hopper_elements", "take_room"),
         "a kernel that copies wants more shared memory than there is",
