@@ -889,7 +889,7 @@ FLOAT8 = [
     ),
     Mutant(
         "templates/_scales.jinja",
-        "{{ tl }}.maximum(TO_LOG2, 1e-37)",
+        "{{ tl }}.where(TO_LOG2 < 1e-37, 1e-37, TO_LOG2)",
         "TO_LOG2",
         named("float8", "all_zero"),
         "elements that are all 0, with a scale of 0, give NaN under a mask",

@@ -160,11 +160,18 @@ def test_wide_heads_become_bfloat16_for_the_kernel_for_hopper(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_elements_that_are_all_zero(device):
-    """A scale of 0, as the largest element over 448 gives one: every key is seen alike."""
-    q, k, v = quantised((1, 2, 40, 32), (1, 2, 50, 32), (1, 2, 50, 32), device=device)
-    nothing = torch.zeros((), device=device)
-    out = flex_attention(q, torch.zeros_like(k), v, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx > 9, k_scale=nothing)
+@pytest.mark.parametrize("head_dim", [32, 288])
+@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-41])
+def test_elements_that_are_all_zero(scale, head_dim, device):
+    """A scale of 0, as the largest element over 448 gives one, or near it: every key is seen alike. One that is NaN shows."""
+    q, k, v = quantised((1, 2, 40, head_dim), (1, 2, 50, head_dim), (1, 2, 50, 32), device=device)
+
+    def attend(scale):
+        nothing = torch.tensor(scale, device=device)
+        return flex_attention(q, torch.zeros_like(k), v, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx > 9, k_scale=nothing)
+
+    out = attend(scale)
+    assert attend(float("nan")).isnan().all()
     assert relative_error(out, v.double()[:, :, 10:].mean(2, keepdim=True).expand(out.shape)) < 4e-3
 
 
