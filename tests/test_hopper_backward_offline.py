@@ -16,7 +16,7 @@ from flexpress.codegen.gpus import SHARED_MEMORY
 from flexpress.codegen.mod.dtypes import dtype_name
 from flexpress.codegen.plan.backward import BackwardCase, delta_rows, delta_spec
 from flexpress.codegen.plan.forward import Blocks, Options
-from flexpress.codegen.plan.hopper_backward import enough_heads, fits
+from flexpress.codegen.plan.hopper_backward import enough_heads, fits, lacks_room
 from flexpress.codegen.run import backward_kernels
 from flexpress.codegen.run.preview import Compilation, hopper_backward_compilations
 from flexpress.codegen.text.render import render
@@ -366,3 +366,20 @@ def test_tiles_that_begin_where_a_tensor_says_end_there(name):
 )
 def test_what_it_does_not_serve_is_named(changes, word):
     assert word in fits(PLAIN._replace(**changes))
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
+def test_what_mods_read_of_a_query_has_its_room(dims):
+    """In kernels that leave little of shared memory: a number of 32 bits, or a few bools."""
+    ids, flags = torch.zeros(512, dtype=torch.int32), torch.zeros(512, dtype=torch.bool)
+
+    def plan(mask_mod):
+        return planned((None, mask_mod), {"d_qk": dims[0], "d_v": dims[1]})
+
+    for fitting in (mods.document(ids, mods.causal), lambda b, h, m, n: flags[m] & flags[n]):
+        assert lacks_room(plan(fitting)) is None
+    for mask_mod in (mods.document(ids.long(), mods.causal), lambda b, h, m, n: (ids[m] == ids[n]) & (ids[m + 1] >= n)):
+        assert "mods read 8 bytes of each query, and for more than 4 there is no shared memory" in lacks_room(plan(mask_mod))
+    assert lacks_room(planned((None, mods.document(ids.long(), mods.causal)), {"d_qk": 192, "d_v": 192})) is None
+    with pytest.raises(ValueError, match="mods read 8 bytes of each query"):
+        hopper_backward_compilations(None, mods.document(ids.long(), mods.causal), head_dim=dims[0], head_dim_v=dims[1])

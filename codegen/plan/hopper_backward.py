@@ -36,6 +36,7 @@ LISTED_BYTES = 72 << 20  # the same with block lists
 DQ_BLOCK = 128 << 10  # bytes of dQ's sums that a program reads at once, to finish them: as many as keep memory busy
 # a derivative is linear in the gradient of its result: it is applied to p before dP is there, which is waited for with fewer registers
 _SYMBOLS = {**SYMBOLS, "grad": "p"}
+_ROOM = 600  # bytes of shared memory that tiles of 192 and 128, and of 256 columns leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,15 @@ def worthwhile(q_rows: int, kv_len: int, heads: int, head_dim: int, listed: bool
     else:
         short = head_dim <= 128 and q_rows <= 256 and tiles <= multiprocessors
     return f"there are {q_rows} queries for {tiles} tiles of {BLOCK_N} keys, and {multiprocessors} multiprocessors" if short else None
+
+
+def lacks_room(plan: HopperBackwardPlan) -> str | None:
+    """Why a plan's kernel would need more shared memory than there is, or None."""
+    tight = plan.fused.template in ("hopper_backward_sliced", "hopper_backward_wide")
+    handed = sum(m.staged("kv_idx", "q_idx").handed_bytes for m in (plan.score, plan.mask) if m)
+    if not tight or 2 * plan.tile.BLOCK_M * handed <= _ROOM:
+        return None
+    return f"mods read {handed} bytes of each query, and for more than 4 there is no shared memory; capture int32 in place of int64, say"
 
 
 @remembered("roles of captured gradients", 256)

@@ -205,8 +205,8 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     shown, vectors = mask_of_runs(mask, "kv_idx", target), {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}
     copied = copied_load(score) if score and case.copies else None
     score_text, mask_text = lowered(score, shown, target, vectors, by_distance=case.cache is None, copied=copied)
-    handed = [value for m in (score_text, mask_text) if m for value in m.staged("q_idx", "kv_idx").handed]
-    reads = bool(handed) or any(gathers(m[0]) for m in (score, mask) if m)
+    handed = sum(m.staged("q_idx", "kv_idx").handed_bytes for m in (score_text, mask_text) if m)
+    reads = handed > 0 or any(gathers(m[0]) for m in (score, mask) if m)
     long = case.cache is None and not case.extras.dropout and not (case.blocks and case.blocks.kv_block % 128)
     tile = hopper_tile(*padded(case), listed=case.blocks is not None or grouped or case.few_tiles, reads=reads, long=long)
     if case.dtype.itemsize == 1:
@@ -219,8 +219,7 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
         tile = replace(tile, consumer_registers=232, producer_registers=40)
     elements = None
     if score and copied:
-        widths = (1 if dtype == "int1" else getattr(torch, dtype).itemsize for _, dtype in handed)
-        found = with_elements(case, tile, elements_of(score[0], copied), sum(widths))
+        found = with_elements(case, tile, elements_of(score[0], copied), handed)
         if found is None:
             return plan_hopper_forward(case._replace(copies=False), score, mask)
         tile, elements = found

@@ -15,7 +15,7 @@ from ..plan import hopper_backward
 from ..plan.backward import STATS_ALIGNMENT, BackwardCase, BackwardGeometry, BackwardPlan, Step, delta_rows, plan_backward, stats_copies
 from ..plan.extras import dropout_numbers
 from ..plan.forward import Mod, scales
-from ..plan.hopper_backward import L2_BYTES, LISTED_BYTES, HopperBackwardPlan, enough_heads, fits, plan_hopper_backward
+from ..plan.hopper_backward import L2_BYTES, LISTED_BYTES, HopperBackwardPlan, enough_heads, fits, lacks_room, plan_hopper_backward
 from ..plan.hopper_forward import heads_per_group
 from ..plan.tiles import Tile
 from ..registry import Table
@@ -67,7 +67,10 @@ class Hopper:
     name = "HOPPER"
 
     def fits(self, call: Call) -> str | None:
-        return fits(call.case, call.arch, call.score)
+        reason = fits(call.case, call.arch, call.score)
+        if reason is None and max(call.case.d_qk, call.case.d_v) > 128:
+            reason = lacks_room(planned(_plans, self, call))
+        return reason
 
     def worthwhile(self, call: Call) -> str | None:
         if call.case.options.backend == self.name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,6 +25,11 @@ class Stages(NamedTuple):
     def handed(self) -> tuple[tuple[str, str], ...]:
         """What `ahead` leaves for the rest, with dtypes."""
         return tuple(zip(self.ahead_names, self.ahead_dtypes, strict=True))
+
+    @property
+    def handed_bytes(self) -> int:
+        """How many bytes that is for a position: "int64" are 8, "int1" is 1."""
+        return sum(max(1, int(re.sub(r"\D", "", dtype)) // 8) for dtype in self.ahead_dtypes)
 
 
 def stages_of(
