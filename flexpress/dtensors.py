@@ -31,8 +31,6 @@ from .codegen.mod.bind import bind
 from .codegen.mod.tensors import is_distributed, read_captured
 from .codegen.run.call import Bound
 
-_OF_SINKS = "sinks are a DTensor", "sinks"
-
 
 class Shards:
     """The part of a call that this rank computes.
@@ -215,7 +213,8 @@ class Shards:
         for i, capture in enumerate(graph.tensors):
             tensor = values[i]
             if is_distributed(tensor):
-                values[i] = self._gathered(tensor, f"{where} {graph.name} captures {capture.name}, a DTensor", capture.name)
+                self._check_mesh(tensor, f"{where} {graph.name} captures {capture.name}, a DTensor", capture.name)
+                values[i] = self._gathered(tensor)
         read_captured(bound, device, where)
 
     def sinks(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
@@ -224,14 +223,14 @@ class Shards:
             return None
         self.check_sinks(sinks)
         if is_distributed(sinks):
-            sinks = self._gathered(sinks, *_OF_SINKS)
+            sinks = self._gathered(sinks)
         return sinks if self.heads.first is None else sinks.narrow(0, self.heads.first, self.heads.count)
 
     def check_sinks(self, sinks) -> None:
         """Raises for what are no sinks of all heads."""
         check_sinks(sinks, self._query.shape[self._dims[1]], self._query.device)
         if is_distributed(sinks):
-            self._check_mesh(sinks, *_OF_SINKS)
+            self._check_mesh(sinks, "sinks are a DTensor", "sinks")
 
     def _check_mesh(self, tensor, what: str, name: str) -> None:
         if tensor.device_mesh != self.mesh:
@@ -240,9 +239,8 @@ class Shards:
                 f"{name}.full_tensor(), which gets the gradient of this rank alone"
             )
 
-    def _gathered(self, tensor, what: str, name: str) -> torch.Tensor:
-        """All of a DTensor, whose gradient is added up over ranks."""
-        self._check_mesh(tensor, what, name)
+    def _gathered(self, tensor) -> torch.Tensor:
+        """All of a DTensor on the call's mesh, whose gradient is added up over ranks."""
         summed = [p.is_replicate() or i in self._summed_over for i, p in enumerate(self.placements)]
         of_parts = [Replicate() if there else Partial() for there in summed]
         return _Summed.apply(tensor.full_tensor(grad_placements=of_parts))

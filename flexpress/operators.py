@@ -289,13 +289,13 @@ def _differentiate(ctx, d_out, d_lse, *_):
     none = [[None] * len(tensors), *map(_no_gradients, (ints, floats)), *([None] * len(part) for part in (lists, starts))]
     if d_out is None and d_lse is None:
         return (None, None, None, *none, None, None, None, None, None, None, None)[: len(ctx.needs_input_grad)]
-    wanted = read_program(program)
-    if not wanted.rows:  # recorded where nothing wanted a gradient, as in an exported program
+    asked = read_program(program)
+    if not asked.rows:  # recorded where nothing wanted a gradient, as in an exported program
         with torch.no_grad():
-            arguments = query, key, value, tensors, ints, floats, lists, starts, scale, replace(wanted, rows=True).text(), sinks, seed
+            arguments = query, key, value, tensors, ints, floats, lists, starts, scale, replace(asked, rows=True).text(), sinks, seed
             *_, rows = torch.ops.flexpress.flex_attention(*arguments)
-    score = wanted.score
-    learned = len(read_graph_once(score).tensors) if score else 0  # mask_mod's tensors, which come behind them, have no gradient
+    # mask_mod's tensors, which come behind those of score_mod, have no gradient
+    learned = len(read_graph_once(asked.score).tensors) if asked.score else 0
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3][:learned]) if needed]
     learns = sinks is not None and ctx.needs_input_grad[10]
     needed = sinks if sinks is not None and backward_needs_sinks(learns, scale) else None

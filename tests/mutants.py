@@ -1257,14 +1257,14 @@ INTEGRATIONS = [
     ),
     Mutant(
         _TRANSFORMERS,
-        "queries_end is not None and bool(queries_end <= given)",
+        "(queries and bool(queries[0] + queries[1] <= given))",
         "True",
         named("transformers", "room_for_keys"),
         "keys that are not there yet are seen where nothing else hides them",
     ),
     Mutant(
         _TRANSFORMERS,
-        "bool(queries_end <= given)",
+        "bool(queries[0] + queries[1] <= given)",
         "True",
         named("transformers", "ends_before"),
         "an attention_mask of fewer positions than the queries' is taken for none",
@@ -2103,7 +2103,7 @@ VARIOUS = [
     ),
     Mutant(
         "flexpress/distributed/shards.py",
-        "        if is_distributed(arguments.sinks):\n            return arguments, part.sinks\n",
+        "        return arguments, part.sinks\n",
         "",
         named("context_parts", "one_rank_lacks"),
         "sinks are gathered before ranks have agreed",
@@ -2126,8 +2126,8 @@ VARIOUS = [
     Mutant("codegen/plan/extras.py", "scale > SMALLEST_SCALE", "scale > 0.0", named("scales", "tiny"), "a scale becomes 0 in base 2"),
     Mutant(
         "templates/decode.py.jinja",
-        'in_block).to(tl.int64)" % PAGE_SIZE',
-        'in_block)" % PAGE_SIZE',
+        "in_page = in_page.to(tl.int64)",
+        "pass",
         named("far_strides", "large_pages"),
         "rows of a page begin at offsets of 32 bits",
         "crash",
@@ -2185,7 +2185,7 @@ VARIOUS = [
     ),
     Mutant(
         "flexpress/operators.py",
-        "    if not wanted.rows:",
+        "    if not asked.rows:",
         "    if False:",
         named("operators", "recorded_without"),
         "a backward pass reads what no forward pass wrote",

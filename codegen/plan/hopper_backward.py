@@ -81,9 +81,10 @@ def worthwhile(q_rows: int, kv_len: int, heads: int, head_dim: int, listed: bool
 
 def lacks_room(plan: HopperBackwardPlan) -> str | None:
     """Why a plan's kernel would need more shared memory than there is, or None."""
-    tight = plan.fused.template in ("hopper_backward_sliced", "hopper_backward_wide")
+    if plan.fused.template not in ("hopper_backward_sliced", "hopper_backward_wide"):
+        return None
     handed = sum(m.staged("kv_idx", "q_idx").handed_bytes for m in (plan.score, plan.mask) if m)
-    if not tight or 2 * plan.tile.BLOCK_M * handed <= _ROOM:
+    if 2 * plan.tile.BLOCK_M * handed <= _ROOM:
         return None
     return f"mods read {handed} bytes of each query, and for more than 4 there is no shared memory; capture int32 in place of int64, say"
 

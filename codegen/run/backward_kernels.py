@@ -68,7 +68,7 @@ class Hopper:
 
     def fits(self, call: Call) -> str | None:
         reason = fits(call.case, call.arch, call.score)
-        if reason is None and max(call.case.d_qk, call.case.d_v) > 128:
+        if reason is None and max(call.case.d_qk, call.case.d_v) > 128:  # a plan is asked only where room is short
             reason = lacks_room(planned(_plans, self, call))
         return reason
 

@@ -42,10 +42,9 @@ def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Te
 
 def _sinks_of(part: Shards, arguments: Arguments) -> tuple[Arguments, Callable | None]:
     """Arguments with this rank's sinks, or with all of them, checked, and what gathers them: not before ranks have agreed."""
-    if arguments.sinks is not None:
+    if is_distributed(arguments.sinks):
         part.check_sinks(arguments.sinks)
-        if is_distributed(arguments.sinks):
-            return arguments, part.sinks
+        return arguments, part.sinks
     return arguments._replace(sinks=part.sinks(arguments.sinks)), None
 
 

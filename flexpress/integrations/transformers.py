@@ -107,8 +107,8 @@ def mask(
     if mask_function is None:
         mask_function = causal
     is_local = local_size is not None and kv_length >= local_size
-    queries_end = q_offset + q_length if allow_is_causal_skip and not is_local else None
-    padding = _padding(attention_mask, kv_length + kv_offset, queries_end)
+    queries = (q_offset, q_length) if allow_is_causal_skip and not is_local else None
+    padding = _padding(attention_mask, kv_length + kv_offset, queries)
     if padding is None and not is_local and not isinstance(q_offset, torch.Tensor):
         starts_at_its_keys = q_length == 1 or q_length == kv_length or q_offset == 0
         if allow_is_bidirectional_skip or (allow_is_causal_skip and starts_at_its_keys):
@@ -124,14 +124,14 @@ def mask(
     return Mask((batch_size, 1, q_length, kv_length), mask_mod, block_mask, config)
 
 
-def _padding(attention_mask: torch.Tensor | None, length: int, queries_end: int | torch.Tensor | None) -> torch.Tensor | None:
-    """The attention_mask, False after its end; None if no key is padding and what comes after its end is none, or hidden in any case: where
-    queries, of which none sees beyond itself, have their last position before `queries_end`."""
+def _padding(attention_mask: torch.Tensor | None, length: int, queries: tuple[int | torch.Tensor, int] | None) -> torch.Tensor | None:
+    """The attention_mask, False after its end; None if no key is padding and what comes after its end is none, or hidden in any case: it
+    does not end before queries of which none sees beyond itself. `queries`: the position of the first one, and how many there are."""
     if attention_mask is None:
         return None
     given = attention_mask.shape[-1]
-    nothing_is_padding = not _without_values(attention_mask) and bool(attention_mask.all())
-    if nothing_is_padding and (given >= length or (queries_end is not None and bool(queries_end <= given))):
+    may_be_left_out = (given >= length or queries is not None) and not _without_values(attention_mask)
+    if may_be_left_out and bool(attention_mask.all()) and (given >= length or (queries and bool(queries[0] + queries[1] <= given))):
         return None
     return torch.nn.functional.pad(attention_mask, (0, length - given)) if given < length else attention_mask
 
