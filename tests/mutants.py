@@ -1257,7 +1257,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         _TRANSFORMERS,
-        "(queries and bool(queries[0] + queries[1] <= given))",
+        "(queries is not None and bool(queries[0] + queries[1] <= given))",
         "True",
         named("transformers", "room_for_keys"),
         "keys that are not there yet are seen where nothing else hides them",

@@ -130,9 +130,10 @@ def _padding(attention_mask: torch.Tensor | None, length: int, queries: tuple[in
     if attention_mask is None:
         return None
     given = attention_mask.shape[-1]
-    may_be_left_out = (given >= length or queries is not None) and not _without_values(attention_mask)
-    if may_be_left_out and bool(attention_mask.all()) and (given >= length or (queries and bool(queries[0] + queries[1] <= given))):
-        return None
+    if not _without_values(attention_mask):
+        reaches = given >= length or (queries is not None and bool(queries[0] + queries[1] <= given))
+        if reaches and bool(attention_mask.all()):
+            return None
     return torch.nn.functional.pad(attention_mask, (0, length - given)) if given < length else attention_mask
 
 
