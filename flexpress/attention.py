@@ -293,7 +293,7 @@ def flex_attention(
 
     Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced.
     Differentiable twice, in reverse and in forward mode, with respect to query, key, value, sinks and every floating-point tensor that
-    score_mod captures, through the output and lse (once with sinks or dropout); not through what else return_aux gives: a backward pass
+    score_mod captures, through the output and lse (once with dropout); not through what else return_aux gives: a backward pass
     through entropy or column_sums is refused. torch.func follows (docs/derivatives.md).
     Meaning: torch.nn.attention.flex_attention (arXiv 2412.05496). Method: FlashAttention-2 (arXiv 2307.08691) with block lists.
     """

@@ -6,8 +6,9 @@ import functools
 
 import torch
 
-from flexpress.derivatives import gradients_of
+from flexpress.derivatives import Attention, gradients_of
 from flexpress.problem import Problem, dense
+from flexpress.sinks import before_sinks
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.loads import reached_by_gradients
@@ -20,17 +21,9 @@ from .codegen.run.forward import forward
 
 _NONE: frozenset[int] = frozenset()
 ONCE = (
-    "flex_attention is differentiable once where torch records it as an operator (torch.compile, dispatch modes), with context=, and with "
-    "sinks or dropout: these gradients have no derivative. Call it outside or without them, or detach the gradient"
+    "flex_attention is differentiable once where torch records it as an operator (torch.compile, dispatch modes), and with context=: these "
+    "gradients have no derivative. Call it outside or without them, or detach the gradient"
 )
-
-
-def refuse_extras(sinks, dropout) -> None:
-    """What changes the softmax is refused in transforms."""
-    if sinks is not None or dropout is not None:
-        raise NotImplementedError(
-            "sinks and dropout_p are not there inside transforms of torch.func, or in forward mode: leave them out there"
-        )
 
 
 def differentiable(bound: Bound, captured: list[torch.Tensor], output_max: bool, deterministic: bool) -> tuple:
@@ -91,20 +84,18 @@ class _Attention(torch.autograd.Function):
         captured, mask_tensors, places = others[: ctx.count], others[ctx.count : ctx.count_all], others[ctx.count_all :]
         inputs, scale, score, mask, lists, transposed_lists, options = ctx.kept
         score, mask = score and (score[0], [*captured, *score[1]]), mask and (mask[0], [*mask_tensors, *mask[1]])
-        makes_graph, extras = torch.is_grad_enabled(), ctx.extras
+        extras = ctx.extras
         if extras is not None:
-            needed = sinks if backward_needs_sinks(ctx.needs_input_grad[6], scale) else None
-            extras = extras._replace(sinks=needed, seed=seed, places=tuple([t.contiguous() for t in places]))
+            extras = extras._replace(seed=seed, places=tuple([t.contiguous() for t in places]))
+            if backward_needs_sinks(ctx.needs_input_grad[6], scale):
+                extras = extras._replace(sinks=sinks)
         bound = Bound(q, k, v, inputs, scale, score, mask, lists, transposed_lists, options, extras)
-        if extras is None and (transformed or makes_graph):
-            return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out.detach(), values), mask_tensors)
-        if transformed:
-            refuse_extras(sinks, seed)
+        if transformed or torch.is_grad_enabled():
+            return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out.detach(), values), sinks, mask_tensors)
         d_out = torch.zeros_like(out) if d_out is None else dense("gradient of flex_attention's output", d_out)
         d_lse = None if d_lse is None else dense("gradient of flex_attention's lse", d_lse)
-        run = torch.no_grad()(backward) if makes_graph else backward
         rows, deterministic = Rows(values, ctx.raw, ctx.provisional), ctx.deterministic
-        dq, dk, dv, of_captured, of_sinks = run(
+        dq, dk, dv, of_captured, of_sinks = backward(
             bound, out, rows, d_out, d_lse, wanted=_wanted(ctx), deterministic=deterministic, waits=deterministic
         )
         of_q, of_k, of_v = ctx.needs_input_grad[3:6]
@@ -112,22 +103,29 @@ class _Attention(torch.autograd.Function):
         if captured:
             reached = reached_by_gradients(score[0])
             found += [of_captured.get(i) if i in reached else None for i in range(ctx.count)]
-        return None, None, None, *once(found, (q, k, v, sinks, *captured))
+        return None, None, None, *found
 
 
-def _differentiable(ctx, bound: Bound, given: tuple, mask_tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+def _differentiable(ctx, bound: Bound, given: tuple, sinks: torch.Tensor | None, mask_tensors: list[torch.Tensor]) -> list:
     """The gradients as functions of what they depend on, for create_graph=True and for transforms of torch.func."""
     numbers = [mod and (mod[0], mod[1][len(mod[0].tensors) :]) for mod in (bound.score, bound.mask)]
     d_out, d_lse, out, values = given
     if ctx.raw:
         values = values * values.new_tensor([bound.scale, 1.0])
     transposed = bound.transposed and (lambda _: bound.transposed(bound.mask))
-    problem = Problem(bound.scale, bound.options, *numbers, bound.lists, transposed=transposed, deterministic=ctx.deterministic)
+    dropout = bound.extras._replace(sinks=None) if bound.extras and bound.extras.seed is not None else None
+    kept = {"transposed": transposed, "dropout": dropout, "deterministic": ctx.deterministic}
+    problem = Problem(bound.scale, bound.options, *numbers, bound.lists, **kept)
     others = (t.clone() if t.is_inference() else t for t in (*bound.captured, *mask_tensors))  # as these are saved once more
     x = bound.q, bound.k, bound.v, *others
     needed = [*ctx.needs_input_grad[3:6], *ctx.needs_input_grad[7:], *(False for _ in mask_tensors)]
+    of_sinks = None
+    if sinks is not None:  # a function of attention without them, of which nothing was kept
+        out, lse, _, values = Attention.apply(problem, *x)
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        d_out, d_lse, of_sinks = before_sinks(out, lse, sinks, d_out, d_lse)
     q, k, v, *captured = gradients_of(problem, (out, values, *x), d_out, d_lse, needed)[: 3 + ctx.count]
-    return [q, k, v, None, *captured]
+    return [q, k, v, of_sinks if ctx.needs_input_grad[6] else None, *captured]
 
 
 def _wanted(ctx) -> frozenset[int]:

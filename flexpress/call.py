@@ -18,11 +18,11 @@ import torch
 
 from flexpress import checks
 from flexpress.arguments import as_before, checked, is_narrow, lists_of_call, read_mask, tells_entries_apart
-from flexpress.autograd import differentiable, refuse_extras
-from flexpress.dropout import Dropout, readable_seed
+from flexpress.autograd import differentiable
+from flexpress.dropout import Dropout
 from flexpress.float8 import Quantised, as_multiplied, check_quantised, output_dtype, read_scales, refuse_gradients, refuse_transformed
 from flexpress.mask_mods import check_made_of
-from flexpress.packing import packing_of
+from flexpress.packing import extras_of_dropout
 from flexpress.recorded import Recorded, recorded
 from flexpress.scales import read_scale
 from flexpress.sinks import read_sinks
@@ -112,12 +112,7 @@ def _extras(inputs: Inputs, packed: tuple | None, sinks: torch.Tensor | None, dr
         sinks = read_sinks(sinks, inputs.extents[1], inputs.device)
     if dropout is None:
         return ExtraInputs(sinks)
-    places: tuple[torch.Tensor, ...] = ()
-    if packed:
-        starts_q, starts_k = packed
-        packing = packing_of(starts_q, None if starts_q is starts_k else starts_k, *inputs.extents[2:])
-        places = packing.places
-    return ExtraInputs(sinks, dropout.p, readable_seed(dropout.seed), places)
+    return extras_of_dropout(dropout, packed, inputs.extents)._replace(sinks=sinks)
 
 
 def _unusual(q, k, v, asked: tuple) -> Recorded | Transformed | None:
@@ -126,10 +121,8 @@ def _unusual(q, k, v, asked: tuple) -> Recorded | Transformed | None:
         return recorded(q, k, v, *asked)
     if not is_transformed():
         return None
-    *asked, sinks, dropout, _ = asked
-    refuse_extras(sinks, dropout)
     refuse_transformed(q)
-    return transformed(q, k, v, *asked)
+    return transformed(q, k, v, *asked[:-1])
 
 
 def _as_multiplied(q, k, v, inputs: Inputs, quantised: Quantised | None, options, lists, extras: ExtraInputs | None, score) -> tuple:

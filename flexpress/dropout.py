@@ -9,7 +9,7 @@ import torch
 
 from flexpress.checks import extent
 
-from .codegen.mod.tensors import check_kind, is_distributed, readable
+from .codegen.mod.tensors import check_kind, is_distributed, is_moving, readable
 from .codegen.plan.extras import DROPOUT_STEPS, dropout_numbers
 
 _ROUNDS = 7
@@ -32,7 +32,7 @@ def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout 
         raise TypeError(f"dropout_p must be a number from 0 to 1, got {type(p).__name__}")
     if not 0.0 <= p <= 1.0:  # NaN, too
         raise ValueError(f"dropout_p must be a number from 0 to 1, got {p}")
-    if isinstance(seed, torch.Tensor):
+    if isinstance(seed, torch.Tensor) and not is_moving(seed):  # one of a transform is looked at there
         check_kind("dropout_seed", seed)
     if seed is not None and (not isinstance(seed, torch.Tensor) or seed.dtype != torch.int64 or seed.numel() != 1):
         shown = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, torch.Tensor) else type(seed).__name__
@@ -78,7 +78,7 @@ def dropout_mask(seed: torch.Tensor, shape: tuple[int, int, int, int], dropout_p
     extents = tuple(extent(name, n) for name, n in zip(("B", "Hq", "Q_LEN", "KV_LEN"), shape, strict=True))
     if dropout is None:
         return torch.ones(extents, dtype=torch.bool, device=seed.device)
-    return random_numbers(readable_seed(seed), extents) >= dropout_numbers(dropout.p)["DROPPED"]
+    return random_numbers(dropout.seed, extents) >= dropout_numbers(dropout.p)["DROPPED"]
 
 
 def random_numbers(seed: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:

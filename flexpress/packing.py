@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flexpress.dropout import Dropout, readable_seed
 from flexpress.recorded import graph_and_values
 
 from .codegen.mod.capture import name_of, plain
@@ -18,6 +19,7 @@ from .codegen.mod.ops import row_of
 from .codegen.mod.tensors import tracing
 from .codegen.mod.wide import part_in_wide_integers
 from .codegen.registry import remembered
+from .codegen.run.call import ExtraInputs
 
 
 @dataclass(eq=False)
@@ -129,6 +131,15 @@ def packing_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, to
     starts_q, sequence_q = read(cu_seqlens_q, total_q)
     starts_k, sequence_k = (starts_q, sequence_q) if cu_seqlens_k is None else read(cu_seqlens_k, total_k)
     return Packing(starts_q, starts_k, sequence_q, sequence_k)
+
+
+def extras_of_dropout(dropout: Dropout, packed: tuple | None, extents: tuple[int, int, int, int]) -> ExtraInputs:
+    """What kernels need of dropout. packed: where packed sequences start, if there are some; extents: B, Hq, Q_LEN, KV_LEN."""
+    places: tuple[torch.Tensor, ...] = ()
+    if packed:
+        starts_q, starts_k = packed
+        places = packing_of(starts_q, None if starts_q is starts_k else starts_k, *extents[2:]).places
+    return ExtraInputs(None, dropout.p, readable_seed(dropout.seed), places)
 
 
 def _sequences(ends: torch.Tensor, total: int) -> torch.Tensor:

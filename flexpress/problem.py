@@ -19,8 +19,13 @@ from .codegen.mod.trace import traced_once
 from .codegen.mod.wide import in_wide_integers
 from .codegen.plan.forward import Options
 from .codegen.run.block_lists import BlockLists
-from .codegen.run.call import Bound, Inputs
+from .codegen.run.call import Bound, ExtraInputs, Inputs
 from .codegen.run.tangent import Direction
+
+DROPPED_ONCE = (
+    "dropout_p has first derivatives in reverse mode (backward, torch.func.grad, vjp), but none in forward mode, none of a gradient, and "
+    "none inside vmap and what is made of it (jacrev, hessian): leave it out there"
+)
 
 
 def dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
@@ -38,6 +43,7 @@ class Problem:
     lists            of a block mask, or None: then those of mask_mod are made of it
     transposed       what makes the transposed ones of the bound mask_mod, if that is known
     packed           where packed sequences start among the queries and among the keys
+    dropout          what kernels need of it, or None
     """
 
     scale: float
@@ -47,6 +53,7 @@ class Problem:
     lists: BlockLists | None = None
     packed: tuple[torch.Tensor, ...] = ()
     transposed: Callable[[tuple], BlockLists] | None = None
+    dropout: ExtraInputs | None = None
     output_max: bool = False
     deterministic: bool = False
 
@@ -74,7 +81,7 @@ class Problem:
         elif mask is not None:
             make = lists_of_call(inputs, self.options, self.packed, is_narrow(mask, inputs, self.options))
             lists, transposed = make(mask), partial(make, transposed=True)
-        return Bound(q, k, v, inputs, self.scale, score, mask, lists, transposed, self.options)
+        return Bound(q, k, v, inputs, self.scale, score, mask, lists, transposed, self.options, self.dropout)
 
     def _bound(self, mod: tuple[ModGraph, list] | None, tensors: list, inputs: Inputs, where: str) -> tuple[ModGraph, list] | None:
         if mod is None:
@@ -86,12 +93,16 @@ class Problem:
 
     def direction(self, bound: Bound, tangents) -> Direction:
         """Tangents of q, k, v and captured tensors as kernels take them; those of what mask_mod captures mean nothing."""
+        if self.dropout is not None:
+            raise NotImplementedError(DROPPED_ONCE)
         pairs = zip(tangents, (bound.q, bound.k, bound.v, *bound.captured), strict=False)
         q, k, v, *captured = (t if t is None else dense("tangent", t).detach().to(like.device, like.dtype) for t, like in pairs)
         return Direction(q, k, v, tuple(captured))
 
     def folded(self, size: int, own: frozenset[int]) -> Problem:
         """So many calls as one; every call has its `own` captured tensors, by their first dimension."""
+        if self.dropout is not None:  # weights would be dropped by their place in this one
+            raise NotImplementedError(DROPPED_ONCE)
         mods = []
         for mod, first in ((self.score, 0), (self.mask, self.of_score)):
             if mod is not None:

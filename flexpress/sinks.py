@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import softplus
 
 from flexpress import checks
 
@@ -35,12 +36,28 @@ def in_place(sinks: torch.Tensor) -> torch.Tensor:
 
 
 def fold_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse with sinks, of those without: for a sequence that is split over ranks.
+    """out and lse with sinks, of those without: where keys lie on several ranks, and where derivatives are asked for. Twice differentiable.
 
     out (B, Hq, Q_LEN, D_V), lse float32 (B, Hq, Q_LEN), sinks (Hq,)
     """
-    logits = sinks.float().view(-1, 1)
-    scores = logits.clamp(min=torch.finfo(torch.float32).min)  # -inf less -inf, for a row that is empty, would be NaN
-    kept = torch.sigmoid(lse - scores)  # 0 for an empty row
-    empty = (lse == float("-inf")) & (logits == float("-inf"))
-    return (out * kept.unsqueeze(-1)).to(out.dtype), torch.where(empty, lse, torch.logaddexp(lse, scores.expand_as(lse)))
+    scores, share, _ = _shares(lse, sinks)
+    # logaddexp, whose second derivatives are NaN at -inf
+    folded = torch.where(lse > scores, lse + softplus(scores - lse), scores + softplus(lse - scores))
+    nothing = (lse == float("-inf")) & (sinks == float("-inf")).view(-1, 1)
+    return (out * share.unsqueeze(-1)).to(out.dtype), torch.where(nothing, lse, folded)
+
+
+def before_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, d_out: torch.Tensor, d_lse: torch.Tensor | None) -> tuple:
+    """The gradients of fold_sinks's arguments, where d_out and d_lse are those of what it gives. Differentiable."""
+    _, share, of_sink = _shares(lse, sinks)
+    of_share = (d_out.float() * out.float()).sum(-1) * share * of_sink
+    before, found = of_share, -of_share
+    if d_lse is not None:
+        before, found = before + d_lse * share, found + d_lse * of_sink
+    return (d_out * share.unsqueeze(-1)).to(d_out.dtype), before, found.sum((0, 2)).to(sinks.dtype)
+
+
+def _shares(lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sinks as scores (Hq, 1), and which share of each row's weight keys and sinks have."""
+    scores = sinks.float().view(-1, 1).clamp(min=torch.finfo(torch.float32).min)  # -inf less -inf, for a row that is empty, would be NaN
+    return scores, torch.sigmoid(lse - scores), torch.sigmoid(scores - lse)

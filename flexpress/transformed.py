@@ -11,26 +11,31 @@ from torch.autograd import forward_ad
 from flexpress import checks
 from flexpress.block_lists import leave_out_entries
 from flexpress.derivatives import Attention, pushed
-from flexpress.problem import Problem
+from flexpress.packing import extras_of_dropout
+from flexpress.problem import DROPPED_ONCE, Problem
 from flexpress.recorded import lists_of_mask
 from flexpress.scales import read_scale
+from flexpress.sinks import check_sinks, fold_sinks
 
 from .codegen.mod.bind import bind_once
 from .codegen.mod.expr import ModGraph
-from .codegen.mod.tensors import followed
+from .codegen.mod.tensors import followed, untransformed
 
 
 class Transformed(NamedTuple):
-    """A call and its tensors: q, k, v, and what score_mod and mask_mod capture."""
+    """A call and its tensors: q, k, v, and what score_mod and mask_mod capture; and sinks, which are folded into what comes of these."""
 
     problem: Problem
     tensors: tuple[torch.Tensor, ...]
+    sinks: torch.Tensor | None = None
 
     def attend(self, output_max: bool, deterministic: bool) -> tuple:
         """out, lse and max_scores (None if they are not wanted)."""
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         problem = replace(self.problem, output_max=output_max, deterministic=deterministic)
         out, lse, max_scores = _attention(problem, self.tensors)
+        if self.sinks is not None:
+            out, lse = fold_sinks(out, lse, self.sinks)
         return out, lse, max_scores if output_max else None
 
     def look(self, _) -> NoReturn:
@@ -60,11 +65,15 @@ def _attention(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> tuple:
     return forward_ad.make_dual(out, out_t), forward_ad.make_dual(lse, lse_t), max_scores
 
 
-def transformed(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed) -> Transformed:
+def transformed(
+    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks=None, dropout=None
+) -> Transformed:
     """The arguments of flex_attention; `packed` as for call.bound."""
     followed("flex_attention")
     query, key, value = checks.autocast(query, key, value)
     checks.check_tensors(query, key, value, enable_gqa, kinds=False)
+    if sinks is not None:
+        check_sinks(sinks, query.shape[1], query.device)
     options, lists = checks.parse_options(kernel_options), None
     if block_mask is not None:
         lists, decided, mask_mod = lists_of_mask(block_mask, query, key, mask_mod)
@@ -74,8 +83,13 @@ def transformed(query, key, value, score_mod, block_mask, scale, enable_gqa, ker
     mask, of_mask = _traced(mask_mod, "mask", query.device)
     if lists is not None and decided and leave_out_entries(lists, mask[0].symbols, query.shape[:2]):
         lists = None  # mask_mod makes them
-    problem = Problem(scale, options, score, mask, lists, tuple(packed or ()))
-    return Transformed(problem, (query, key, value, *of_score, *of_mask))
+    extras = None
+    if dropout is not None:
+        extents = *query.shape[:3], key.shape[2]
+        with untransformed():
+            extras = extras_of_dropout(dropout._replace(seed=_of_all_calls(dropout.seed)), packed, extents)
+    problem = Problem(scale, options, score, mask, lists, tuple(packed or ()), dropout=extras)
+    return Transformed(problem, (query, key, value, *of_score, *of_mask), sinks)
 
 
 def _traced(mod, kind: str, device: torch.device) -> tuple[tuple[ModGraph, list] | None, list]:
@@ -85,6 +99,14 @@ def _traced(mod, kind: str, device: torch.device) -> tuple[tuple[ModGraph, list]
     graph, values = bind_once(mod, kind, device)
     count = len(graph.tensors)
     return (graph, values[count:]), values[:count]
+
+
+def _of_all_calls(seed: torch.Tensor) -> torch.Tensor:
+    """A seed that is the same for all calls. Raises NotImplementedError if vmap has one for each."""
+    seed = without_levels(seed)
+    if torch._C._functorch.is_functorch_wrapped_tensor(seed):
+        raise NotImplementedError(DROPPED_ONCE)
+    return seed
 
 
 def without_levels(integers):

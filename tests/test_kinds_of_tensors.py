@@ -391,10 +391,10 @@ def other_order(t):
 def test_hooks_may_lay_out_saved_tensors_anew(around, masked, device):
     q, k, v = (torch.randn(2, 3, 20, 16, device=device, requires_grad=True) for _ in range(3))
     sinks, bias = (torch.randn(n, device=device, requires_grad=True) for n in (3, 20))
-    options = {} if around is forward_ad.dual_level else {"sinks": sinks}
+    options = {"sinks": sinks}
     if masked:
         options["block_mask"] = create_block_mask(mods.sliding_window(9), None, None, 20, 20, device, (16, 16))
-    inputs = q, k, v, bias, *([sinks] if "sinks" in options else [])
+    inputs = q, k, v, bias, sinks
 
     def gradients(pack, unpack):
         with around():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -79,22 +80,58 @@ def in_precision(tensors, precision: torch.dtype) -> tuple[torch.Tensor, ...]:
     return tuple(t.detach().to(precision if i < 3 else kept) for i, t in enumerate(tensors))
 
 
-def check_tangents(p: GradientProblem, device: str) -> None:
-    """out, lse and their tangents by forward mode are as exact as a plain computation's."""
+def _attentions(p: GradientProblem, device: str, sinks: bool) -> tuple:
+    """Ours, and the dense one in a precision, each a function of inputs that gives out and lse; and the inputs: q, k, v, what score_mod
+    captures, and sinks."""
     make, learned = learned_mods(p.B, p.Hq, p.length, device, torch.float32, p.seed)[p.score]
-    inputs, mask_mod = [*p.tensors(device), *learned], p.mask_mod(device)
+    inputs, mask_mod, options = [*p.tensors(device), *learned], p.mask_mod(device), p.options(device)
+    end = len(inputs)
+    if sinks:
+        inputs += [2 * t for t in random_like([torch.empty(p.Hq, device=device)], p.seed + 4)]
+
+    def ours(*x):
+        given = {"sinks": x[end]} if sinks else {}
+        return flex_attention(*x[:3], make(*x[3:end]), **options, **given, return_lse=True, deterministic=p.deterministic)
+
+    def dense(precision, *x):
+        attend = dense_attention_with_sinks(x[end]) if sinks else dense_attention
+        return attend(*x[:3], make(*x[3:end]), mask_mod, p.scale, precision)[:2]
+
+    return ours, dense, inputs
+
+
+def dense_attention_with_sinks(sinks):
+    """dense_attention with a further key, whose value is 0, and whose score is the sink of a head."""
+
+    def attend(q, k, v, score_mod, mask_mod, scale, precision):
+        end, logits = k.shape[2], sinks.to(torch.promote_types(precision, torch.float32))
+
+        def score_of(score, b, h, m, n):
+            score = score if score_mod is None else score_mod(score, b, h, m, n.clamp(max=end - 1))
+            return torch.where(n == end, logits[h], score)
+
+        def mask_of(b, h, m, n):
+            return (n == end) | (mask_mod is None or mask_mod(b, h, m, n.clamp(max=end - 1)))
+
+        k, v = (torch.cat([t, torch.zeros_like(t[:, :, :1])], 2) for t in (k, v))
+        return dense_attention(q, k, v, score_of, mask_of, scale, precision)
+
+    return attend
+
+
+def check_tangents(p: GradientProblem, device: str, sinks: bool = False) -> None:
+    """out, lse and their tangents by forward mode are as exact as a plain computation's."""
+    ours, dense, inputs = _attentions(p, device, sinks)
     direction = random_like(inputs, p.seed + 5)
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(t, d) for t, d in zip(inputs, direction, strict=True)]
-        outputs = flex_attention(*duals[:3], make(*duals[3:]), **p.options(device), return_lse=True)
+        outputs = ours(*duals)
         found = [part for dual in map(forward_ad.unpack_dual, outputs) for part in (dual.primal, dual.tangent)]
     assert found[1].dtype == p.dtype and found[3].dtype == torch.float32
 
     def reference(precision):
-        def dense(*x):
-            return dense_attention(*x[:3], make(*x[3:]), mask_mod, p.scale, precision)[:2]
-
-        (out, lse), (out_t, lse_t) = torch.func.jvp(dense, in_precision(inputs, precision), in_precision(direction, precision))
+        given = in_precision(inputs, precision), in_precision(direction, precision)
+        (out, lse), (out_t, lse_t) = torch.func.jvp(partial(dense, precision), *given)
         return out, out_t, lse, lse_t.masked_fill(lse == -math.inf, 0.0)
 
     assert_as_exact(found, reference(torch.float64), reference(p.dtype), p.dtype)
@@ -113,28 +150,24 @@ def twice_differentiated(attend, inputs, weights, direction) -> list[torch.Tenso
     return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
 
 
-def check_second(p: GradientProblem, device: str) -> None:
-    """Second derivatives in q, k, v, captured tensors and the gradients of out and lse are as exact as a plain computation's."""
-    make, learned = learned_mods(p.B, p.Hq, p.length, device, torch.float32, p.seed)[p.score]
-    inputs, mask_mod, options = [*p.tensors(device), *learned], p.mask_mod(device), p.options(device)
+def check_second(p: GradientProblem, device: str, sinks: bool = False) -> None:
+    """Second derivatives in q, k, v, captured tensors, sinks and the gradients of out and lse are as exact as a plain computation's."""
+    ours, dense, inputs = _attentions(p, device, sinks)
     direction = random_like(inputs, p.seed + 5)
     shape = (p.B, p.Hq, p.Q_LEN)
     d_out, d_lse = (torch.randn(*shape, *tail, generator=torch.Generator().manual_seed(p.seed + 6)).to(device) for tail in ((p.D_V,), ()))
     weights = [d_out.to(p.dtype), d_lse if p.lse else None]
 
-    def attend(*x):
-        return flex_attention(*x[:3], make(*x[3:]), **options, return_lse=True, deterministic=p.deterministic)
-
     def reference(precision):
-        def dense(*x):
-            out, lse, _ = dense_attention(*x[:3], make(*x[3:]), mask_mod, p.scale, precision)
+        def attend(*x):
+            out, lse = dense(precision, *x)
             return out, torch.where(lse == -math.inf, 0.0, lse)
 
         return twice_differentiated(
-            dense, in_precision(inputs, precision), [w if w is None else w.to(precision) for w in weights], direction
+            attend, in_precision(inputs, precision), [w if w is None else w.to(precision) for w in weights], direction
         )
 
-    found = twice_differentiated(attend, inputs, weights, direction)
+    found = twice_differentiated(ours, inputs, weights, direction)
     positions = p.B * p.Hq * p.Q_LEN * p.KV_LEN
     distance = p.length if p.score == "slopes" and p.KV_LEN == 1 else 0
     assert_as_exact(found, reference(torch.float64), reference(p.dtype), p.dtype, positions, distance)
