@@ -13,9 +13,8 @@ from flexpress.sinks import before_sinks
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.loads import reached_by_gradients
 from .codegen.mod.tensors import check_values, is_transformed, is_unseen
-from .codegen.plan.extras import backward_needs_sinks
 from .codegen.run.backward import backward, begin
-from .codegen.run.call import Bound, ExtraInputs, Rows
+from .codegen.run.call import Bound, ExtraInputs, Rows, for_backward
 from .codegen.run.captured import apart
 from .codegen.run.forward import forward
 
@@ -42,7 +41,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, bound: Bound, output_max: bool, deterministic: bool, q, k, v, sinks, *captured):
-        before = functools.partial(begin, bound, _wanted(ctx), deterministic)
+        before = functools.partial(begin, for_backward(bound, ctx.needs_input_grad[6]), _wanted(ctx), deterministic)
         out, lse, max_scores, rows = forward(bound, output_max=output_max, output_rows=True, waits=deterministic, before=before)
         _, _, _, inputs, scale, score, mask, lists, transposed, options, extras = bound
         seed, places = (extras.seed, extras.places) if extras else (None, ())
@@ -86,17 +85,19 @@ class _Attention(torch.autograd.Function):
         score, mask = score and (score[0], [*captured, *score[1]]), mask and (mask[0], [*mask_tensors, *mask[1]])
         extras = ctx.extras
         if extras is not None:
-            extras = extras._replace(seed=seed, places=tuple([t.contiguous() for t in places]))
-            if backward_needs_sinks(ctx.needs_input_grad[6], scale):
-                extras = extras._replace(sinks=sinks)
+            extras = extras._replace(sinks=sinks, seed=seed, places=tuple([t.contiguous() for t in places]))
         bound = Bound(q, k, v, inputs, scale, score, mask, lists, transposed_lists, options, extras)
         if transformed or torch.is_grad_enabled():
-            return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out.detach(), values), sinks, mask_tensors)
+            return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out.detach(), values), mask_tensors)
         d_out = torch.zeros_like(out) if d_out is None else dense("gradient of flex_attention's output", d_out)
         d_lse = None if d_lse is None else dense("gradient of flex_attention's lse", d_lse)
         rows, deterministic = Rows(values, ctx.raw, ctx.provisional), ctx.deterministic
         dq, dk, dv, of_captured, of_sinks = backward(
-            bound, out, rows, d_out, d_lse, wanted=_wanted(ctx), deterministic=deterministic, waits=deterministic
+            for_backward(bound, ctx.needs_input_grad[6]),
+            *(out, rows, d_out, d_lse),
+            wanted=_wanted(ctx),
+            deterministic=deterministic,
+            waits=deterministic,
         )
         of_q, of_k, of_v = ctx.needs_input_grad[3:6]
         found = [dq if of_q else None, dk if of_k else None, dv if of_v else None, of_sinks if ctx.needs_input_grad[6] else None]
@@ -106,13 +107,14 @@ class _Attention(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _differentiable(ctx, bound: Bound, given: tuple, sinks: torch.Tensor | None, mask_tensors: list[torch.Tensor]) -> list:
+def _differentiable(ctx, bound: Bound, given: tuple, mask_tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients as functions of what they depend on, for create_graph=True and for transforms of torch.func."""
     numbers = [mod and (mod[0], mod[1][len(mod[0].tensors) :]) for mod in (bound.score, bound.mask)]
     d_out, d_lse, out, values = given
     if ctx.raw:
         values = values * values.new_tensor([bound.scale, 1.0])
     transposed = bound.transposed and (lambda _: bound.transposed(bound.mask))
+    sinks = bound.extras and bound.extras.sinks
     dropout = bound.extras._replace(sinks=None) if bound.extras and bound.extras.seed is not None else None
     kept = {"transposed": transposed, "dropout": dropout, "deterministic": ctx.deterministic}
     problem = Problem(bound.scale, bound.options, *numbers, bound.lists, **kept)

@@ -17,13 +17,11 @@ from flexpress.plain_arguments import flag
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import why_every_call
-from .codegen.mod.sums import as_sum
 from .codegen.mod.tensors import check_values, is_distributed
 from .codegen.plan.candidates import Choice
-from .codegen.plan.extras import factors_out
-from .codegen.plan.hopper_forward import scores_are_raw
 from .codegen.run import backward, forward
-from .codegen.run.call import Bound, keys_of, structure_of
+from .codegen.run.call import Bound, for_backward, keys_of
+from .codegen.run.forward_kernels import leaves_raw
 from .codegen.run.layouts import with_rows
 
 
@@ -79,13 +77,15 @@ def explain(
         # of tensors with values it is no Recorded
         call = bound(*arguments, sinks=sinks, dropout=dropout, quantised=float8)  # type: ignore[assignment]
     keys = keys_of(call.score, call.mask, call.inputs.extents, call.lists)
-    learned = (call.q, call.k, call.v, *call.captured, *((call.extras.sinks,) if call.extras and call.extras.sinks is not None else ()))
+    sinks = call.extras and call.extras.sinks
+    learned = (call.q, call.k, call.v, *call.captured, *(() if sinks is None else (sinks,)))
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in learned)
     choice, seen = forward.choice_of(call, keys, output_rows=differentiable)
     awaited = forward.is_awaited(choice, seen)
     lines = [_line("forward", choice, awaited)]
     if differentiable:
-        chosen, itself_awaited = _backward_choice(call, keys, choice, deterministic)
+        later, raw = for_backward(call, sinks is not None and sinks.requires_grad), leaves_raw(choice.candidate, seen)
+        chosen, itself_awaited = _backward_choice(later, keys, raw, deterministic)
         lines.append(_line("backward", chosen, awaited or itself_awaited))
     lines += _traced_at_every_call(score_mod, getattr(block_mask, "mask_mod", None) if mask_mod is None else mask_mod)
     if seen.arch == "cpu" and choice.candidate.name != "CPP":
@@ -93,12 +93,10 @@ def explain(
     return "\n".join(lines)
 
 
-def _backward_choice(call: Bound, keys: tuple, forward_choice: Choice, deterministic: bool) -> tuple[Choice, bool]:
-    """With whether it is on its way. The output's gradient is taken to lie as query does."""
+def _backward_choice(call: Bound, keys: tuple, raw: bool, deterministic: bool) -> tuple[Choice, bool]:
+    """With whether it is on its way. raw: as of Rows. The output's gradient is taken to lie as query does."""
     wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    by_hopper, positive = forward_choice.candidate.name == "HOPPER", factors_out(call.scale, structure_of(call.extras))
-    raw = by_hopper and call.score is not None and scores_are_raw(as_sum(call.score[0]), positive)
     details = backward.details_of(call, raw, False, wanted, deterministic)
     q, k, v = map(with_rows, call[:3])
     choice, seen = backward.choice_of((q, k, v, q), call.scale, keys, None if call.lists is None else call.lists.blocks, details)

@@ -27,7 +27,7 @@ from .codegen.device.kernel import loaded
 from .codegen.mod.tensors import check_values
 from .codegen.run import backward as backward_pass
 from .codegen.run import forward as forward_pass
-from .codegen.run.call import Bound
+from .codegen.run.call import Bound, for_backward
 from .codegen.run.captured import apart
 from .codegen.run.meanwhile import waiting
 
@@ -258,12 +258,12 @@ def _prepare(call: Bound, backward: bool, max_scores: bool, deterministic: bool)
         graph, values = call.score
         call = call._replace(score=(graph, [*map(apart, call.captured), *values[len(graph.tensors) :]]))
     wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
-    before = partial(backward_pass.begin, call, wanted, deterministic) if backward else None
+    sinks = call.extras and call.extras.sinks
+    later = for_backward(call, sinks is not None and sinks.requires_grad)
+    before = partial(backward_pass.begin, later, wanted, deterministic) if backward else None
     found = forward_pass.prepare(call, output_max=max_scores, output_rows=backward, before=before)
-    if call.extras and call.extras.sinks is not None and not call.extras.sinks.requires_grad:  # as autograd hands them on
-        call = call._replace(extras=call.extras._replace(sinks=None))
     if backward and found is not None:
-        backward_pass.prepare(call, *found, wanted=wanted, deterministic=deterministic)
+        backward_pass.prepare(later, *found, wanted=wanted, deterministic=deterministic)
 
 
 def _device_of(query, others: tuple, device) -> torch.device:

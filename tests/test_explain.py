@@ -11,7 +11,7 @@ from flexpress.codegen.device import binary
 from flexpress.codegen.plan import hopper_backward, hopper_forward
 from flexpress.codegen.plan.forward import Blocks, ForwardCase
 from flexpress.codegen.plan.hopper_tiles import has_larger_tiles
-from flexpress.codegen.run import backward_kernels, forward_kernels
+from flexpress.codegen.run import backward, backward_kernels, forward_kernels
 from support.fake_hopper import Variant, pass_for_hopper
 
 
@@ -101,6 +101,17 @@ def test_every_reason_is_named(name, launched):
     for line, what, reason in zip(lines, ("forward", "backward"), reasons, strict=False):
         assert line.startswith(what) and (line.split()[1].rstrip(";") == "HOPPER") == (reason is None)
         assert reason is None or reason in line
+
+
+def test_the_backward_pass_is_told_what_the_forward_kernel_leaves(launched, monkeypatch):
+    """Scores without scale, where a score_mod adds to them what kernels add behind the loop or by a product."""
+    told, rows, details_of = [], torch.zeros(1, 4, 256, 32, dtype=torch.bfloat16), backward.details_of
+    monkeypatch.setattr(backward, "details_of", lambda call, raw, *others: told.append(raw) or details_of(call, raw, *others))
+    explain(*tensors(), lambda s, b, h, m, n: s + torch.dot(rows[b, h, m], rows[b, h, n]))
+    explain(*tensors(), mods.alibi(torch.zeros(4)))
+    explain(*tensors(), mods.softcap(20.0))
+    explain(*tensors(), mods.alibi(torch.zeros(4)), kernel_options={"BACKEND": "PORTABLE"})
+    assert told == [True, True, False, False]
 
 
 def test_few_tiles(launched, monkeypatch):

@@ -237,6 +237,20 @@ def test_the_target_follows_from_the_call(monkeypatch):
             export(*tensors("cpu"), **options)
 
 
+def test_a_scale_that_scores_are_not_left_without(tmp_path):
+    """As small as one that kernels would fold into a number that is 0 then."""
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    export(q, k, v, mask_mod=causal, scale=0.5, target="cpu", path=tmp_path / "usual.py")
+    with pytest.raises(ValueError, match="scale must be a number above 1e-20, got 1e-50"):
+        load(tmp_path / "usual.py").attention(q, k, v, scale=1e-50)
+    export(q, k, v, mask_mod=causal, scale=1e-50, target="cpu", path=tmp_path / "small.py")
+    small = load(tmp_path / "small.py")
+    for scale in (1e-50, 1e-20, 0.0, -0.3):
+        torch.testing.assert_close(small.attention(q, k, v, scale=scale), flex_attention(q, k, v, mask_mod=causal, scale=scale))
+    with pytest.raises(ValueError, match="scale must be a number of at most 1e-20, got 0.5"):
+        small.attention(q, k, v, scale=0.5)
+
+
 def test_wide_heads_have_gradients_too(tmp_path):
     """Those of the portable kernels end at 256."""
     q, k, v = tensors("cpu", Z=1, Hq=1, Hkv=1, Q_LEN=40, KV_LEN=40, D=320, D_V=272, grad=True)

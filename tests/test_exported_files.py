@@ -121,7 +121,7 @@ def test_errors_of_an_exported_file(tmp_path):
     ):
         with pytest.raises(error, match=message):
             attention(*arguments, bias=given)
-    with pytest.raises(ValueError, match="scale must be a number above 0"):
+    with pytest.raises(ValueError, match="scale must be a number above 1e-20"):
         attention(q, k, v, bias=bias, scale=-1.0)
     assert attention(q, k, v, bias=wide).shape == q.shape
 

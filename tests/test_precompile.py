@@ -240,18 +240,20 @@ def test_real_shapes(backward):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", ["sinks", "sinks that learn nothing", "dropout", "both"])
+@pytest.mark.parametrize("kind", ["sinks", "sinks that learn nothing", "sinks that learn nothing, negative scale", "dropout", "both"])
 def test_sinks_and_dropout(kind, packed, backward, device):
     """Of a shape, of meta tensors and of tensors; the call draws the number that it would draw without."""
-    learned, dropout_p = backward and kind != "sinks that learn nothing", 0.0 if kind.startswith("sinks") else 0.25
+    learned, dropout_p = backward and "learn nothing" not in kind, 0.0 if kind.startswith("sinks") else 0.25
+    scale = -0.5 if kind.endswith("negative scale") else None
     sinks = None if kind == "dropout" else torch.randn(2, device=device, requires_grad=learned)
     shape = (40, 2, 16) if packed else SHAPE
-    call = {"mask_mod": mods.causal, "dropout_p": dropout_p}
+    call = {"mask_mod": mods.causal, "dropout_p": dropout_p, "scale": scale}
     starts = {"cu_seqlens_q": torch.tensor([0, 40], device=device)} if packed else {}
 
     def compiled(sinks):
         options = {"backward": backward, "dtype": torch.float32, "device": device}
-        return precompile(shape, shape, shape, mask_mod=mods.causal, dropout_p=2 * dropout_p, sinks=sinks, **starts, **options)
+        options = {**options, **call, "dropout_p": 2 * dropout_p}
+        return precompile(shape, shape, shape, sinks=sinks, **starts, **options)
 
     state = torch.random.get_rng_state()
     assert compiled((2,) if learned and sinks is not None else sinks)

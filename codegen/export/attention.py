@@ -10,6 +10,7 @@ from ..mod.expr import INDEX_BOUND
 from ..mod.intervals import analyse
 from ..mod.nan import are_ordinary
 from ..plan.backward import STATS_ALIGNMENT
+from ..plan.extras import ORDINARY, SMALLEST_SCALE, factors_out
 from ..plan.forward import LOG2_E
 from ..plan.masks import mask_texts
 from ..plan.tiles import BLOCK
@@ -159,7 +160,8 @@ def describe_call(file: File, call: Exported) -> None:
     file.call, file.backward = call, call.backward
     file.dtype, file.d_qk, file.d_v = dtype_name(call.dtype), call.d_qk, call.d_v
     file.longest, file.log2_e, file.tolerance = INDEX_BOUND, LOG2_E, TOLERANCES[file.dtype]
-    file.scale, file.scale_is_positive = literal_text(call.scale), call.scale > 0
+    file.scale, file.scale_factors_out = literal_text(call.scale), factors_out(call.scale, ORDINARY)
+    file.least_scale = literal_text(SMALLEST_SCALE)
     file.q_block, file.kv_block = call.size
     numbers = call.score[1][len(call.score[0].tensors) :] if call.score else []
     file.ordinary = call.backward and are_ordinary(numbers) and any(isinstance(n, float) for n in numbers)

@@ -176,7 +176,7 @@ def describe_cache(file: File, call: ExportedCache, extents: tuple, unit: int, s
     file.located, file.scales, file.ragged = call.located, call.scales, call.ragged
     file.q_unit, file.v_unit = (unit if d % unit == 0 else 1 for d in (call.d_qk, call.d_v))
     file.longest, file.log2_e, file.tolerance = INDEX_BOUND, LOG2_E, TOLERANCES[file.dtype]
-    file.scale, file.scale_is_positive, file.scale_apart = literal_text(call.scale), factors_out(call.scale, call.extras), scale_apart
+    file.scale, file.scale_factors_out, file.scale_apart = literal_text(call.scale), factors_out(call.scale, call.extras), scale_apart
     file.least_scale = literal_text(SMALLEST_SCALE)
     file.offsets, file.sinks = call.q_offset is not None, call.sinks
     file.q_block, file.kv_block = BLOCK, BLOCK

@@ -12,7 +12,7 @@ from ..device.devices import architecture_of
 from ..gpus import WIDEST_TILE
 from ..mod.dtypes import dtype_name
 from ..mod.expr import ModGraph
-from ..plan.extras import ORDINARY, Extras
+from ..plan.extras import ORDINARY, Extras, backward_needs_sinks
 from ..plan.forward import Mod, Options
 from ..plan.slices import lies_in
 from ..plan.tiles import BLOCK, narrow_limit
@@ -140,6 +140,14 @@ class Bound(NamedTuple):
     def captured(self) -> list[torch.Tensor]:
         """The tensors that score_mod captures."""
         return self.score[1][: len(self.score[0].tensors)] if self.score else []
+
+
+def for_backward(call: Bound, learns_sinks: bool) -> Bound:
+    """The call as its backward pass gets it: without sinks where that pass does not need them."""
+    extras = call.extras
+    if extras is None or extras.sinks is None or backward_needs_sinks(learns_sinks, call.scale):
+        return call
+    return call._replace(extras=extras._replace(sinks=None))
 
 
 class Rows(NamedTuple):

@@ -76,7 +76,7 @@ class Hopper:
 
     def fits(self, call: Call) -> str | None:
         why = fits(call.case, call.geometry, call.arch, call.aligned, call.score)
-        if not why and call.scale < SMALLEST_SCALE and call.score and dots_of(call.score[0]):
+        if not why and call.scale <= SMALLEST_SCALE and call.score and dots_of(call.score[0]):
             why = f"a scale of {call.scale}, by which a dot product of rows would be divided"
         return why
 
@@ -92,6 +92,11 @@ class Hopper:
         limit = None if call.case.options.backend == self.name else SPILL_LIMIT
         launch = Launch(plan.spec, _numbers(call, plan, lists), (*names, *(c.name for c in plan.copies), "COUNTER"))
         return Runner(plan, launch, names, call.extents, limit, multiprocessors(call.device))
+
+
+def leaves_raw(candidate, call: Call) -> bool:
+    """Does a candidate's kernel leave the largest scores of rows without scale?"""
+    return isinstance(candidate, Hopper) and bool(planned(_plans, candidate, call).spec.flag["SUM_IS_RAW"])
 
 
 def why_portable(q_len: int, kv_len: int, heads: int, head_dim: int, listed: bool, device: torch.device) -> str | None:
