@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -77,7 +77,7 @@ class PositionalEmbeddingConfig:
 class AttentionInfo:
     """One attention layer: query heads, key/value heads, elements of a head, dtype of q, k and v, its cache and its positions.
 
-    v_head_dim      elements of a value's head; 0: head_dim
+    v_head_dim      elements of a value's head; 0: head_dim. From here on by keyword; how many elements turn is in pos_embd_config
     scale           of scores; None: 1 / sqrt(head_dim)
     sliding_window  how many positions a token sees, its own included; 0: all
     softcap         scores s become softcap * tanh(s / softcap); 0: they stay
@@ -91,6 +91,7 @@ class AttentionInfo:
     dtype: torch.dtype
     cache_config: CacheConfig = CacheConfig()
     pos_embd_config: PositionalEmbeddingConfig = PositionalEmbeddingConfig()
+    _: KW_ONLY
     v_head_dim: int = 0
     scale: float | None = None
     sliding_window: int = 0

@@ -10,7 +10,7 @@ bias           (B or 1, H or 1, Sq or 1, Skv or 1), a floating-point tensor adde
                is a vector per head, (1, H, Sq, Skv) a matrix. Read where it lies; -inf hides a position
 causal         query i sees key j if j <= i, whatever the lengths: the triangle starts in the top left corner. FlashAttention's CUDA
                functions align it to the bottom right corner from version 2.1 on; flexpress.flash_attn has those
-softmax_scale  a number, 1 / sqrt(D) by default
+softmax_scale  a number, 1 / sqrt(D) by default; 0 is 0, where FlashAttention's Triton file takes it for the default
 return_lse     return (out, lse): lse float32 (B, H, Sq), the natural logarithm of the softmax's denominator; -inf for a row with nothing
 
 All take float16, bfloat16 or float32, any lengths, any strides and head dims up to 512, copy none of their inputs, and return (B, Sq, H, D)

@@ -56,10 +56,13 @@ def attend(
             f"cu_seqlens {tuple(cu_seqlens.shape)} must be one longer than kv_len {tuple(kv_len.shape)}, both from the metadata operator"
         )
     q, (k_cache, v_cache) = qkv[0], caches
+    sequences, rows = kv_len.shape[0], q.shape[0]
+    if 1 < rows < sequences and q.shape[1] == 1:  # metadata of the largest batch, as a CUDA graph has it: row i is sequence i
+        sequences, kv_len, where = rows, kv_len[:rows], {name: t[:rows] for name, t in where.items()}
     split = tuple(
         t if t.ndim == 4 else t.unflatten(-1, (-1, cache.shape[-1])) for t, cache in zip(qkv, (k_cache, k_cache, v_cache), strict=True)
     )
-    if cu_seqlens is None or q.shape[:2] == (kv_len.shape[0], 1):  # (b, s, heads, head dim) to (b, heads, s, head dim)
+    if cu_seqlens is None or q.shape[:2] == (sequences, 1):  # (b, s, heads, head dim) to (b, heads, s, head dim)
         query, key, value = (t.transpose(1, 2) for t in split)
     else:
         query, key, value = (t.flatten(0, 1) for t in split)

@@ -8,7 +8,7 @@ from .codegen.plan.decode import MAX_QUERIES
 from .codegen.run.status_lists import Starts, block_starts
 
 LONG = 2  # blocks that packed sequences must have on average for blocks of their own
-WITH_DROPOUT = 0.25  # of that is enough with dropout, as kernels for Hopper draw what is kept of whole blocks
+WITH_DROPOUT = 0.25  # of LONG: with dropout fewer blocks are enough, as kernels for Hopper draw dropout for whole blocks
 
 
 def starts_of(
@@ -22,12 +22,13 @@ def starts_of(
     dropout: bool = False,
     float8: bool = False,
 ) -> Starts:
-    """Blocks that begin where sequences do, so that none holds two, and causal ones are as few as for each sequence alone. With short
-    sequences they would be many, mostly padding: then blocks of packed positions, as in any mask. So for float8, whose values lie by keys:
-    TMA copies rows of keys from multiples of 16 bytes on."""
+    """Where blocks begin, if each sequence has blocks of its own: no block holds two sequences, and causal masks visit as few as for each
+    sequence alone. () for short sequences, whose blocks would be mostly padding, for few queries, and for float8: its values lie by keys,
+    and TMA copies them from multiples of 16 keys on. Then blocks are of packed positions, as for any mask."""
     if float8:
         return ()
     least = LONG * WITH_DROPOUT if dropout else LONG
+    # kernels for few queries take no blocks that begin anywhere
     if total_q <= MAX_QUERIES or min(total_q, total_k) < least * q_block * (starts_q.shape[0] - 1):
         return ()
     starts = block_starts(starts_q, total_q, q_block)

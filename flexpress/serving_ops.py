@@ -217,9 +217,9 @@ def flattened_mha_with_cache(
 ) -> torch.Tensor:
     """Attention of sequences with any numbers of new tokens, prefill and decoding in one batch, to caches (entries, S, Hkv, D) and D_V.
 
-    q (n, 1, Hq * D) where each has one, or (1, T, Hq * D), sequence after sequence; k and v alike, each also with heads apart. cu_seqlens,
-    kv_len, cache_loc from prepare_flattened_metadata; the rest as for mha_with_cache. To q's extents with D_V for D; tokens after the last
-    sequence's give 0.
+    q (b, 1, Hq * D), where row i is sequence i, or (1, T, Hq * D), sequence after sequence; k and v alike, each also with heads apart.
+    cu_seqlens, kv_len, cache_loc from prepare_flattened_metadata, of b sequences or more; the rest as for mha_with_cache. To q's extents
+    with D_V for D; rows of sequences with seq_len 0, and tokens after the last sequence's, give 0.
     """
     where = {"cache_loc": cache_loc}
     return attend(

@@ -39,7 +39,7 @@ class Transformed(NamedTuple):
         return out, lse, max_scores if output_max else None
 
     def look(self, _) -> NoReturn:
-        """Statistics of the probabilities, which are not there."""
+        """Refuses entropy, top_index and column_sums."""
         raise NotImplementedError(
             "entropy, top_index and column_sums of return_aux are not there inside transforms of torch.func, or in forward mode: ask for "
             "them outside, of detached tensors"

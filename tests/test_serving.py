@@ -304,6 +304,28 @@ def test_numbers_past_int32_name_no_place(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("paged", [False, True])
+def test_rows_are_sequences_where_each_has_one_token(paged, device):
+    """Also where the metadata is that of a larger batch, as a CUDA graph has it, and one of them has nothing."""
+
+    def step(largest):
+        seq_len = torch.zeros(largest, dtype=torch.int32, device=device)
+        seq_len[[0, 2, 3]] = 1
+        none, ids = torch.zeros_like(seq_len), torch.zeros(4, 1, dtype=torch.int32, device=device)
+        table = torch.arange(largest, dtype=torch.int32, device=device)[:, None]
+        op = torch.ops.flexpress
+        prepare = op.prepare_metadata if paged else op.prepare_flattened_metadata
+        numbers = prepare(ids, seq_len, none, none, none, none, table)
+        caches = torch.zeros(2, largest, 8, 2, 16, device=device)
+        k = torch.arange(1.0, 5.0, device=device).view(4, 1, 1).expand(4, 1, 32).contiguous()
+        attend = op.mha_with_paged_cache if paged else op.flattened_mha_with_cache
+        out = attend(torch.ones(4, 1, 64, device=device), k, k.clone(), *numbers, *caches.unbind())
+        return out[:, 0, 0].tolist(), caches[0, :4, 0, 0, 0].tolist()
+
+    assert step(4) == step(6) == ([1.0, 0.0, 3.0, 4.0],) * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_scaled_dot_product_attention(device):
     q, k, v = (torch.randn(2, h, n, 16, device=device) for h, n in ((4, 9), (2, 13), (2, 13)))
     hidden = torch.rand(2, 1, 9, 13, device=device) < 0.5
@@ -389,7 +411,9 @@ def test_a_layer_is_what_its_info_says(device, data):
     )
     k_scale = data.draw(st.sampled_from([None, 0.25, (0.5, 2.0)]))
     cache = CacheConfig() if k_scale is None else CacheConfig(torch.float8_e4m3fn, k_scale, 0.125)
-    info = AttentionInfo(HEADS, KV_HEADS, D, torch.float32, cache, rope, D_V, scale, window, softcap)
+    info = AttentionInfo(
+        HEADS, KV_HEADS, D, torch.float32, cache, rope, v_head_dim=D_V, scale=scale, sliding_window=window, softcap=softcap
+    )
     attention = AttentionRegistry.get(data.draw(st.sampled_from(["flexpress_paged", "flexpress_flattened"])))
     sequences = SequenceInfo(max_seq_len=24, max_batch_size=2, page_size=4 if attention.is_paged else 0, device=device)
     caches = [make(sequences) for make in attention.cache_initializers(info).values()]

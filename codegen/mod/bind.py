@@ -33,7 +33,7 @@ from .program import Untrackable
 from .trace import Traced, check_parameters, parts_of, replayable, traced_once
 
 _PER_BUCKET = 64  # traces kept for one piece of code: more means numbers that Python itself consumes keep changing
-_GRAPHS = 8  # kernels of the same functions of which nothing is said
+_GRAPHS = 16  # kernels of the same functions of which nothing is said: a bias whose extents may be 1 has as many
 
 
 @dataclass

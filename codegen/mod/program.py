@@ -221,6 +221,3 @@ def tensor_guard(tensor: torch.Tensor, attributes: set[str]) -> Callable:
         and t.requires_grad == needs_grad
         and (not attributes or attributes.isdisjoint(t.__dict__))
     )
-
-
-# Stand-ins

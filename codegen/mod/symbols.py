@@ -201,7 +201,7 @@ class Vector(Symbolic):
     """A small tensor of one dimension or more as its elements, each a Sym: what operations on parts of captured tensors give.
 
     shape   sizes, as of any tensor
-    rows    of a long row of a captured tensor, or of the product of two: what it is a product of (see vectors.Row)
+    rows    of a long row of a captured tensor, or of the product of two: what it is a product of (see long_dots.Row)
 
     Elements are made when they are first asked for: those of a long row may never be.
     """

@@ -60,7 +60,8 @@ def extra_numbers(extras: Extras, p: float, strides: tuple[tuple[int, int], ...]
 
 
 def dropout_numbers(p: float) -> dict[str, int | float]:
-    """The least number of 14 bits that keeps a weight, and by what kept ones are multiplied: 0 where p is 1, which no number says."""
+    """DROPPED: the least number of 14 bits that keeps a weight. KEPT_SCALE: what kept weights are multiplied by, 1 / (1 - p). For p = 1
+    that would be infinite, and nothing is kept: it is 0."""
     dropped = round(p * DROPOUT_STEPS)
     return {"DROPPED": dropped, "KEPT_SCALE": DROPOUT_STEPS / (DROPOUT_STEPS - dropped) if dropped < DROPOUT_STEPS else 0.0}
 
@@ -75,5 +76,5 @@ def factors_out(scale: float, extras: Extras) -> bool:
 
 
 def backward_needs_sinks(wanted: bool, scale: float) -> bool:
-    """Must a backward pass have the sinks? For their gradient, if it is wanted, and where scores were not left unscaled because of them."""
+    """Does a backward pass need the sinks? Yes, if their gradient is wanted, or if the scale is not folded into TO_LOG2 (factors_out)."""
     return wanted or scale <= SMALLEST_SCALE

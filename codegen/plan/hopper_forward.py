@@ -133,7 +133,7 @@ def tiles_of_two(q_len: int, heads: int) -> int:
 
 
 def few_keys(head_dim: int, listed: bool) -> int:
-    """With so many keys and a tile for each multiprocessor, or half of the keys and two tiles, the portable kernel is the faster one."""
+    """Up to so many keys the portable kernel is faster, if every multiprocessor has a tile. With two tiles for each, up to half as many."""
     return 0 if head_dim > 128 else 2 * FEW_KEYS if head_dim <= 64 and listed else FEW_KEYS
 
 
@@ -167,8 +167,12 @@ def is_uneven(mask: Mod | None) -> bool:
 
 
 class HeadGroup(NamedTuple):
-    """Heads of K and V that are worked on at a time: as many as have so many tiles of queries together, but at least so many; all heads,
-    where these have no more tiles than `whole`."""
+    """How many heads of K and V are worked on at a time.
+
+    tiles   of queries that these heads have together
+    least   so many heads, even if that is more tiles
+    whole   up to so many tiles of all heads, all heads are one group
+    """
 
     tiles: int
     least: int = 1
@@ -180,10 +184,12 @@ class HeadGroup(NamedTuple):
 
 
 def head_group(listed: bool, uneven: bool = False) -> HeadGroup:
-    """Few heads, so that memory is read all along: where every program begins with a head of its own, all wait for memory together, and
-    then none reads it. With lists, a tile for every multiprocessor and several heads, as the longest rows of a group go first; all heads,
-    where a group would be much of the whole. Where the longest do not go first, so many tiles that in the last group they are done before
-    the others."""
+    """The group for a call, with or without block lists.
+
+    Without lists few heads: programs that all begin with another head wait for memory together and then leave it idle. With lists the
+    longest rows of a group go first, so a group has a tile for every multiprocessor, and several heads. Uneven masks may have their longest
+    rows anywhere: groups are large, so that the last one is a small part of the whole.
+    """
     if not listed:
         return HeadGroup(32)
     return HeadGroup(2048) if uneven else HeadGroup(128, least=4, whole=512)

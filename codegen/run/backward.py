@@ -145,7 +145,7 @@ def _likeness(looks: object, *tensors: torch.Tensor) -> _Like:
 
 
 def _all_of(gradients: dict[int, torch.Tensor], wanted: frozenset[int], score: tuple | None) -> dict[int, torch.Tensor]:
-    """With zeros for what is only rounded, compared or detached, which no kernel has a gradient of."""
+    """All wanted gradients. Tensors that a mod only rounds, compares or detaches have none from a kernel: they get zeros."""
     return gradients | {i: torch.zeros_like(score[1][i]) for i in wanted - gradients.keys()}
 
 

@@ -46,9 +46,9 @@ class CachedCall:
     masked        False for one query a sequence that sees all that there is
     q_offset      int32 [Z], the position of each sequence's first query, or None: its queries are its last positions
     by_position   from "score" or "mask" to the bound mod, of positions in a sequence; None where there is no score_mod
+    by_number     from "score" or "mask" to the bound mod, of the numbers of queries in a sequence. Its mask_mod also hides keys past the
+                  sequence's end; None where the call is not masked
     extras        None for an ordinary softmax
-    by_number     the same of the numbers of queries in a sequence. Its mask_mod also hides keys past the sequence's end; None where the
-                  call is not masked
     shared        what else sequences attend to, together with others; None if they do not
     """
 

@@ -114,8 +114,8 @@ def _must_wait(device: torch.device) -> bool:
 
 
 def _no_longer_than_needed(size: int, length: int) -> int:
-    """A block's positions, or fewer where one block reaches past all of them: kernels walk whole blocks. It still reaches past them, and is
-    one of few sizes, since each has kernels of its own."""
+    """The block size, or less where one block covers the whole length: kernels walk whole blocks. The smaller size is a power of two above
+    the length and at least 128, so that there are few sizes, as each compiles its own kernels."""
     return min(size, max(128, power_of_two(length + 1)))
 
 

@@ -40,7 +40,7 @@ class Meanwhile(NamedTuple):
 
 
 def quick(options: Options) -> Options:
-    """Of a call of the same, that is served by kernels which compile fast."""
+    """The options of the same call for kernels that compile fast, which serve until the others are compiled."""
     return options._replace(backend="PORTABLE", quick=True)
 
 

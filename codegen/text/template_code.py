@@ -1,6 +1,6 @@
 """Compiled templates, kept as Python keeps its compiled modules: in __pycache__ beside their sources, where that can be written.
 
-Jinja takes 0.1 to 0.2 s for the largest templates. Whoever can write there can write the package, so what is found is run as Python's
+What Jinja takes without is in docs/process.md. Whoever can write there can write the package, so what is found is run as Python's
 own compiled modules are.
 """
 
