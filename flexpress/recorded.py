@@ -113,6 +113,11 @@ def recorded(
     query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks=None, dropout=None, quantised=None
 ) -> Recorded:
     """The arguments of flex_attention; `packed` as for call.bound."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            "flex_attention was called inside a transform of torch.func (vmap, grad, jvp, ...) that is recorded: operators follow none. "
+            "Under torch.compile leave out fullgraph=True, so that the transform runs outside of the graph"
+        )
     check_surroundings("flex_attention")
     modes = [getattr(t, "fake_mode", None) for t in (query, key, value)]
     if None not in modes and not tracing():  # FakeTensors, outside the mode that they were made in

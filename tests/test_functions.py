@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves
 
-from flexpress import create_block_mask, flex_attention, mods, scaled_dot_product_attention, varlen_attention
+from flexpress import create_block_mask, flash_attn, flex_attention, mods, scaled_dot_product_attention, varlen_attention
 from flexpress.flash import flash_attn_func
 from support.dense import dense_attention
 from support.devices import DEVICES
@@ -352,3 +352,34 @@ def test_a_mod_that_asks_for_the_device_has_that_of_the_call(device):
         with ThreadPoolExecutor(1) as another:
             found = another.submit(grad(loss), q).result()
         torch.testing.assert_close(found, torch.autograd.grad(loss(x := q.clone().requires_grad_()), x)[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["batch", "packed", "packed, other keys"])
+def test_what_is_written_for_flash_attn(kind, device):
+    """Gradients, a jvp and vmap over queries and slopes, beside eager mode's gradients and calls one by one."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = torch.randn(3, 9, 4, 16, generator=generator).to(device).unbind()
+    slopes, sinks, ends = torch.rand(4, device=device), torch.randn(4, device=device), torch.tensor([0, 4, 9], device=device).int()
+    others = torch.tensor([0, 5, 9], device=device).int() if kind.endswith("other keys") else ends
+    options = {"causal": True, "window_size": (4, 0), "softcap": 5.0, "sinks": sinks}
+
+    def attend(q, slopes):
+        if kind == "batch":
+            return flash_attn.flash_attn_func(q[None], k[None], v[None], alibi_slopes=slopes, **options)
+        return flash_attn.flash_attn_varlen_func(q, k, v, ends, others, 5, 5, alibi_slopes=slopes, **options)
+
+    x = [t.clone().requires_grad_() for t in (q, slopes)]
+    wanted = torch.autograd.grad(attend(*x).sin().sum(), x)
+    torch.testing.assert_close(grad(lambda *x: attend(*x).sin().sum(), (0, 1))(q, slopes), wanted, rtol=1e-4, atol=1e-5)
+    _, tangent = jvp(lambda s: attend(q, s).sin().sum(), (slopes,), (torch.ones_like(slopes),))
+    torch.testing.assert_close(tangent, wanted[1].sum(), rtol=1e-4, atol=1e-5)
+    several = torch.stack([q, -q]), torch.stack([slopes, 2 * slopes])
+    torch.testing.assert_close(vmap(attend)(*several), torch.stack([attend(*one) for one in zip(*several, strict=True)]))
+
+
+def test_a_transform_in_one_graph_is_refused_in_words():
+    q = torch.randn(1, 1, 9, 8)
+    squared = grad(lambda x: flex_attention(x, x, x).square().sum())
+    with pytest.raises(Exception, match="Under torch.compile leave out fullgraph=True"):
+        torch.compile(squared, backend="eager", fullgraph=True)(q)

@@ -184,12 +184,9 @@ class HeadGroup(NamedTuple):
 
 
 def head_group(listed: bool, uneven: bool = False) -> HeadGroup:
-    """The group for a call, with or without block lists.
-
-    Without lists few heads: programs that all begin with another head wait for memory together and then leave it idle. With lists the
+    """Without lists few heads: programs that all begin with another head wait for memory together and then leave it idle. With lists the
     longest rows of a group go first, so a group has a tile for every multiprocessor, and several heads. Uneven masks may have their longest
-    rows anywhere: groups are large, so that the last one is a small part of the whole.
-    """
+    rows anywhere: groups are large, so that the last one is a small part of the whole."""
     if not listed:
         return HeadGroup(32)
     return HeadGroup(2048) if uneven else HeadGroup(128, least=4, whole=512)

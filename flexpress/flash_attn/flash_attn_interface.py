@@ -30,7 +30,7 @@ import torch
 
 from flexpress.attention import flex_attention
 from flexpress.checks import check_rank, refuse_dropout
-from flexpress.codegen.mod.tensors import check_surroundings
+from flexpress.codegen.mod.tensors import followed
 from flexpress.flash import check_together
 from flexpress.flash_attn.kvcache import attend_pages, flash_attn_with_kvcache
 from flexpress.flash_attn.meaning import mask_mod_of, placed_by_sequence, placed_last, read_options, same_place, score_mod_of
@@ -69,7 +69,7 @@ def flash_attn_func(
 
     The other arguments and the errors are described at the top of this module.
     """
-    check_surroundings("flash_attn_func")
+    followed("flash_attn_func")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rank(name, tensor, "(B, S, H, D)", may_stand=True)
     if k.shape != v.shape:
@@ -99,7 +99,7 @@ def flash_attn_kvpacked_func(
 
     The other arguments and the errors are described at the top of this module.
     """
-    check_surroundings("flash_attn_kvpacked_func")
+    followed("flash_attn_kvpacked_func")
     check_rank("q", q, "(B, S, H, D)", may_stand=True)
     check_rank("kv", kv, "(B, S, 2, H, D)", may_stand=True)
     k, v = kv.unbind(2)
@@ -126,7 +126,7 @@ def flash_attn_qkvpacked_func(
 
     The other arguments and the errors are described at the top of this module.
     """
-    check_surroundings("flash_attn_qkvpacked_func")
+    followed("flash_attn_qkvpacked_func")
     check_rank("qkv", qkv, "(B, S, 3, H, D)", may_stand=True)
     q, k, v = qkv.unbind(2)
     check_together("qkv", qkv, "qkv", qkv, q.shape)
@@ -164,7 +164,7 @@ def flash_attn_varlen_func(
 
     The other arguments and the errors are described at the top of this module.
     """
-    check_surroundings("flash_attn_varlen_func")
+    followed("flash_attn_varlen_func")
     meaning = causal, window_size, softcap, alibi_slopes
     if block_table is not None:
         refuse_dropout(dropout_p)
@@ -193,7 +193,7 @@ def flash_attn_varlen_kvpacked_func(
     sinks: torch.Tensor | None = None,
 ) -> Any:  # a tensor, or a tuple where more is asked for
     """flash_attn_varlen_func of q (total_q, Hq, D) and kv (total_k, 2, Hkv, D), keys first."""
-    check_surroundings("flash_attn_varlen_kvpacked_func")
+    followed("flash_attn_varlen_kvpacked_func")
     check_rank("q", q, "(total_q, H, D)", may_stand=True)
     check_rank("kv", kv, "(total_k, 2, H, D)", may_stand=True)
     check_together("q", q, "kv", kv, (q.shape[0], None, *kv.shape[2:]))
@@ -220,7 +220,7 @@ def flash_attn_varlen_qkvpacked_func(
     sinks: torch.Tensor | None = None,
 ) -> Any:  # a tensor, or a tuple where more is asked for
     """flash_attn_varlen_func of qkv (total, 3, H, D), in this order, to itself."""
-    check_surroundings("flash_attn_varlen_qkvpacked_func")
+    followed("flash_attn_varlen_qkvpacked_func")
     check_rank("qkv", qkv, "(total, 3, H, D)", may_stand=True)
     check_together("qkv", qkv, "qkv", qkv, (qkv.shape[0], None, *qkv.shape[2:]))
     meaning = causal, window_size, softcap, alibi_slopes
