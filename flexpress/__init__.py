@@ -42,7 +42,8 @@ out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 #     dtensors, parts   DTensors over batch and heads; sequences over ranks are in distributed/
 #
 # As torch sees calls
-#     operators, mask_operators, cache_operators, serving_ops   operators of torch.library
+#     operators, probability_operators, mask_operators          operators of torch.library
+#     cache_operators, serving_ops                              those of caches
 #     recorded, programs                                        calls that become operators, and what of them is text
 #     in_graph, dynamo                                          public functions in what torch.compile traces
 #     custom_ops                                                how operators are made: lists that may be empty, and fakes
@@ -72,6 +73,7 @@ from flexpress import cache_operators as _cache_operators  # noqa: F401
 from flexpress import flash, flash_attn
 from flexpress import mask_operators as _mask_operators  # noqa: F401
 from flexpress import operators as _operators  # noqa: F401
+from flexpress import probability_operators as _probability_operators  # noqa: F401
 from flexpress import serving_ops as _serving_ops  # noqa: F401
 from flexpress.attention import flex_attention
 from flexpress.block_mask import BlockMask

@@ -15,7 +15,7 @@ from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
 from flexpress.parts import tell_ranks
-from flexpress.probabilities import NOT_OVER_DEVICES, NOT_WITH_SINKS, look, wanted_of
+from flexpress.probabilities import NOT_OVER_DEVICES, look, wanted_of
 from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, aux_of, checked_request
 
 from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
@@ -105,12 +105,10 @@ def _attend_and_look(
         return *_attend(arguments, want_max, deterministic, context, extras), *Statistics()
     if context is not None or is_distributed(arguments[0]):
         raise NotImplementedError(NOT_OVER_DEVICES)
-    if extras.sinks is not None:
-        raise NotImplementedError(NOT_WITH_SINKS)
     if arguments[0].dtype == FLOAT8:
         raise NotImplementedError(NOT_OF_FLOAT8)
-    call = bound(*arguments, dropout=extras.dropout)  # type: ignore[misc]  # of nine arguments
-    return *attend(call, want_max, deterministic), *look(call, wanted)
+    call = bound(*arguments, sinks=extras.sinks, dropout=extras.dropout)  # type: ignore[misc]  # of nine arguments
+    return *attend(call, want_max, deterministic), *look(call, wanted, deterministic)
 
 
 def _attend(arguments: tuple, want_max: bool, deterministic: bool, context: ContextPlan | None, extras: Extras) -> tuple:
@@ -293,8 +291,8 @@ def flex_attention(
 
     Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced.
     Differentiable twice, in reverse and in forward mode, with respect to query, key, value, sinks and every floating-point tensor that
-    score_mod captures, through the output and lse (once with dropout); not through what else return_aux gives: a backward pass
-    through entropy or column_sums is refused. torch.func follows (docs/derivatives.md).
+    score_mod captures, through the output and lse (once with dropout); once in reverse mode through entropy and column_sums.
+    torch.func follows (docs/derivatives.md).
     Meaning: torch.nn.attention.flex_attention (arXiv 2412.05496). Method: FlashAttention-2 (arXiv 2307.08691) with block lists.
     """
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod

@@ -2,9 +2,9 @@
 
     flexpress::flex_attention             flex_attention, varlen_attention and the flash functions
     flexpress::flex_attention_backward    its gradients
-    flexpress::probability_statistics     what else return_aux asks of flex_attention
 
-Those of masks are in mask_operators.py, those of caches in cache_operators.py.
+Those of masks are in mask_operators.py, those of caches in cache_operators.py, those of what else return_aux asks for in
+probability_operators.py.
 
 A plain call in eager mode goes past them (recorded.py says which calls do not). Mods come as a program (programs.py) with the tensors
 and numbers that they capture, numbers of bool among the ints.
@@ -25,7 +25,6 @@ from flexpress.custom_ops import operator_of_mods
 from flexpress.dropout import Dropout
 from flexpress.float8 import output_dtype, quantised
 from flexpress.mask_mods import noop_mask
-from flexpress.probabilities import NO_GRADIENT
 from flexpress.programs import Captures, Program, on_device, read_graph_once, read_program
 
 from .codegen.device.counters import nothing_kept
@@ -35,11 +34,9 @@ from .codegen.run.block_lists import lists_of
 from .codegen.run.call import Bound, Rows
 from .codegen.run.forward import forward
 from .codegen.run.layouts import traced_like
-from .codegen.run.meanwhile import is_capturing
-from .codegen.run.statistics import Wanted, statistics
 
 
-def _bound(
+def call_of(
     query,
     key,
     value,
@@ -115,7 +112,7 @@ def flex_attention(
     wanted = read_program(program)
     with nothing_kept():
         scales = q_scale, k_scale, v_scale
-        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted, sinks, seed, scales)
+        call = call_of(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted, sinks, seed, scales)
         out, lse, max_scores, rows = forward(call, output_max=wanted.max_scores, output_rows=wanted.rows)
     if rows is not None and rows.raw:  # no tensor says so to the backward pass
         rows.values.select(-1, 0).mul_(call.scale)
@@ -139,73 +136,9 @@ def _(query, key, value, tensors, ints, floats, lists, starts, scale, program, s
     )
 
 
-@operator_of_mods("probability_statistics")
-def probability_statistics(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    tensors: list[torch.Tensor],
-    ints: list[int],
-    floats: list[float],
-    lists: list[torch.Tensor],
-    scale: float,
-    program: str,
-    entropy: bool,
-    top_index: bool,
-    column_sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Statistics of a call's probabilities; empty where not wanted. Other arguments are those of flex_attention."""
-    with torch.no_grad(), nothing_kept():
-        call = _bound(query, key, key, Captures(tensors, ints, floats), lists, [], scale, read_program(program))
-        found = statistics(call, Wanted(entropy, top_index, column_sums))
-    return tuple(t if t is not None else query.new_empty(0, dtype=dtype) for t, dtype in zip(found, _STATISTICS, strict=True))
-
-
-_STATISTICS = torch.float32, torch.int64, torch.float32
-
-
-@probability_statistics.register_fake
-def _(query, key, tensors, ints, floats, lists, scale, program, entropy, top_index, column_sums):
-    rows = query.shape[:3]
-    shapes = rows if entropy else (0,), rows if top_index else (0,), (*rows[:2], key.shape[2]) if column_sums else (0,)
-    return tuple(query.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, _STATISTICS, strict=True))
-
-
-@torch.library.custom_op("flexpress::refuse_gradient", mutates_args=())
-def refuse_gradient(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """No gradient for a tensor. Raises NotImplementedError for one of entropy or column_sums that is not 0, as is that which a compiler
-    computes though nobody wants it. While a CUDA graph is captured nobody can look."""
-    if not is_capturing(gradient.device) and bool(gradient.any()):
-        raise NotImplementedError(NO_GRADIENT)
-    return torch.zeros_like(tensor)
-
-
-@refuse_gradient.register_fake
-def _(gradient, tensor):
-    return torch.empty_like(tensor)
-
-
-def _keep_inputs(ctx, inputs, output) -> None:
-    query, key, tensors, ints, floats, lists, *_ = inputs
-    ctx.save_for_backward(query, key, *tensors)
-    ctx.others = _no_gradients(ints), _no_gradients(floats), [None] * len(lists)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _refuse_statistics(ctx, of_entropy, _, of_column_sums):
-    inputs, (query, key, tensors, *rest) = ctx.saved_tensors, ctx.needs_input_grad
-    place = (query, key, *tensors).index(True)  # of any input that has a gradient: a compiler leaves out what nobody uses
-    found = [None] * len(inputs)
-    gradient = torch.cat([g.flatten() for g in (of_entropy, of_column_sums)])
-    found[place] = torch.ops.flexpress.refuse_gradient(gradient, inputs[place])
-    return *found[:2], found[2:], *ctx.others, *(None for _ in rest[len(ctx.others) :])
-
-
-def _no_gradients(numbers: list) -> list | None:
+def no_gradients(numbers: list) -> list | None:
     """Those of an operator's list of numbers: autograd takes empty lists for lists of tensors."""
     return None if numbers else []
-
-
-probability_statistics.register_autograd(_refuse_statistics, setup_context=_keep_inputs)
 
 
 @operator_of_mods("flex_attention_backward")
@@ -235,12 +168,12 @@ def flex_attention_backward(
             f"out {tuple(out.shape)} and rows {tuple(rows.shape)} are not what flexpress::flex_attention gives for these inputs"
         )
     with torch.no_grad(), nothing_kept():
-        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wishes, sinks, seed)
+        call = call_of(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wishes, sinks, seed)
         *gradients, of_captured, of_sinks = backward(
             call, out, Rows(rows, False), d_out, d_lse, wanted=frozenset(wanted), deterministic=wishes.deterministic
         )
     found = [*gradients, *([] if sinks is None else [of_sinks]), *(of_captured[i] for i in wanted)]
-    return [_laid_out_as(g, t) for g, t in zip(found, _learned(query, key, value, sinks, tensors, wanted), strict=True)]
+    return [laid_out_as(g, t) for g, t in zip(found, _learned(query, key, value, sinks, tensors, wanted), strict=True)]
 
 
 def _learned(query, key, value, sinks, tensors: list, wanted: list[int]) -> list[torch.Tensor]:
@@ -248,19 +181,19 @@ def _learned(query, key, value, sinks, tensors: list, wanted: list[int]) -> list
     return [query, key, value, *([] if sinks is None else [sinks]), *(tensors[i] for i in wanted)]
 
 
-def _laid_out_as(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def laid_out_as(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The gradient in memory as the fake implementation says."""
-    expected = _gradient_like(tensor)
+    expected = gradient_like(tensor)
     return gradient if gradient.stride() == expected.stride() and gradient.device == tensor.device else expected.copy_(gradient)
 
 
-def _gradient_like(tensor: torch.Tensor) -> torch.Tensor:
+def gradient_like(tensor: torch.Tensor) -> torch.Tensor:
     return traced_like(tensor, tensor.shape[3]) if tensor.ndim == 4 else tensor.new_empty(tensor.shape)
 
 
 @flex_attention_backward.register_fake
 def _(d_out, d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted, sinks=None, seed=None):
-    return [_gradient_like(t) for t in _learned(query, key, value, sinks, tensors, wanted)]
+    return [gradient_like(t) for t in _learned(query, key, value, sinks, tensors, wanted)]
 
 
 def _refuse(ctx, *_):
@@ -286,7 +219,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
     captured, listed = ctx.counts
     tensors, lists, starts = others[:captured], others[captured : captured + listed], others[captured + listed :]
     ints, floats, scale, program = ctx.others
-    none = [[None] * len(tensors), *map(_no_gradients, (ints, floats)), *([None] * len(part) for part in (lists, starts))]
+    none = [[None] * len(tensors), *map(no_gradients, (ints, floats)), *([None] * len(part) for part in (lists, starts))]
     if d_out is None and d_lse is None:
         return (None, None, None, *none, None, None, None, None, None, None, None)[: len(ctx.needs_input_grad)]
     asked = read_program(program)

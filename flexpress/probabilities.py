@@ -1,24 +1,32 @@
-"""What return_aux tells of the probabilities themselves: entropy, top index, column sums."""
+"""What return_aux tells of the probabilities themselves: entropy, top index, column sums; and the gradients of the first and the last.
+
+No kernel has these gradients. With P the probabilities and S the scores, that of column sums is that of attention to a value of one column,
+
+    <w, column_sums> = sum_i (P w)_i
+
+and entropy is lse less the mean of S, which is the tangent of lse where all scores grow alike: d lse(t S) / dt = sum P S, at t = 1.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from flexpress.autograd import Refusing
+from flexpress.autograd import once
+from flexpress.derivatives import Attention, gradients_of, pushed, second
+from flexpress.problem import Problem
+from flexpress.sinks import before_sinks, sink_shares
 
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.scaled import scaled_graph
 from .codegen.run.call import Bound
+from .codegen.run.captured import apart
 from .codegen.run.statistics import Statistics, Wanted, statistics
 
 NOT_OVER_DEVICES = (
     "entropy, top_index and column_sums are not known where keys or heads lie on several devices: leave them out of return_aux, or call "
     "flex_attention with ordinary tensors and without context="
-)
-NOT_WITH_SINKS = (
-    "entropy, top_index and column_sums are not known of a softmax with sinks: leave them out of return_aux, or leave sinks out"
-)
-NO_GRADIENT = (
-    "entropy and column_sums of return_aux have no gradient: detach them (aux.entropy.detach()), or compute what is to be differentiated "
-    "by dense attention"
 )
 
 
@@ -27,16 +35,116 @@ def wanted_of(return_aux) -> Wanted:
     return Wanted(*(bool(getattr(return_aux, name, False)) for name in Wanted._fields))
 
 
-def look(call, wanted: Wanted) -> Statistics:
-    """What is wanted of the probabilities of a call, a Bound or a Recorded. What is made of it refuses a backward pass."""
+def look(call, wanted: Wanted, deterministic: bool) -> Statistics:
+    """What is wanted of the probabilities of a call, a Bound or a Recorded."""
     if not isinstance(call, Bound):
-        return call.look(wanted)
-    with torch.no_grad():
+        return call.look(wanted, deterministic)
+    sinks = call.extras and call.extras.sinks
+    learned = call.q, call.k, *call.captured, *(() if sinks is None else (sinks,))
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in learned):
+        return statistics(call, wanted)
+    call = call._replace(score=call.score and (call.score[0], [*map(apart, call.captured), *call.score[1][len(call.captured) :]]))
+    alone, inputs, mask_tensors = parts_of_call(call)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    found = iter(_Looked.apply(call, alone, wanted, deterministic, mask_tensors, *inputs))
+    return Statistics(*(next(found) if asked else None for asked in wanted))
+
+
+def parts_of_call(call: Bound) -> tuple[Bound, tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
+    """A call without tensors, whose mods have numbers alone; q, k, sinks or None, and what score_mod captures; what mask_mod captures."""
+    graph, values = call.mask or (None, [])
+    mask_tensors = values[: len(graph.tensors)] if graph else []
+    numbers = call.score and (call.score[0], call.score[1][len(call.captured) :]), graph and (graph, values[len(mask_tensors) :])
+    transposed = call.transposed and (lambda _: call.transposed(call.mask))
+    alone = call._replace(q=None, k=None, v=None, score=numbers[0], mask=numbers[1], transposed=transposed, extras=None)
+    return alone, (call.q, call.k, call.extras and call.extras.sinks, *call.captured), mask_tensors
+
+
+@runs_uncompiled
+class _Looked(torch.autograd.Function):
+    """(a call, and without tensors, wanted, deterministic, what mask_mod captures, q, k, sinks or None, *captured) -> those statistics that
+    are wanted."""
+
+    @staticmethod
+    def forward(ctx, call: Bound, alone: Bound, wanted: Wanted, deterministic: bool, mask_tensors: list, *inputs):
         found = statistics(call, wanted)
-    if not torch.is_grad_enabled():
-        return found
-    anchor = next((t for t in (call.q, call.k, *call.captured) if t.requires_grad), None)
-    if anchor is None:
-        return found
-    entropy, column_sums = (t if t is None else Refusing.apply(anchor, t, NO_GRADIENT) for t in (found.entropy, found.column_sums))
-    return Statistics(entropy, found.top_index, column_sums)
+        # autograd saves no tensor of inference mode, which has no version
+        ctx.save_for_backward(*(t.clone() if t is not None and t.is_inference() else t for t in (*inputs, *mask_tensors)))
+        ctx.call, ctx.wanted, ctx.deterministic, ctx.count = alone, wanted, deterministic, len(inputs)
+        if found.top_index is not None:
+            ctx.mark_non_differentiable(found.top_index)
+        ctx.set_materialize_grads(False)
+        return tuple(t for t in found if t is not None)
+
+    @staticmethod
+    def backward(ctx, *given):
+        given = iter(given)
+        d_entropy, _, d_sums = (next(given) if asked else None for asked in ctx.wanted)
+        inputs, mask_tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        with torch.no_grad():
+            found = gradients(ctx.call, inputs, mask_tensors, d_entropy, d_sums, ctx.needs_input_grad[5:], ctx.deterministic)
+        return None, None, None, None, None, *once(found, inputs)
+
+
+def gradients(call: Bound, inputs, mask_tensors, d_entropy, d_sums, needs, deterministic: bool) -> list[torch.Tensor | None]:
+    """Of q, k, sinks and captured tensors, None where not needed, of those of entropy and column_sums, or None.
+
+    call     without tensors: score and mask have numbers alone      inputs   q, k, sinks or None, captured tensors
+    """
+    needs = [needed and t is not None for t, needed in zip(inputs, needs, strict=True)]
+    if not any(needs):
+        return [None] * len(inputs)
+    problem = Problem(call.scale, call.options, call.score, call.mask, call.lists, transposed=call.transposed, deterministic=deterministic)
+    parts = []
+    if d_sums is not None:
+        parts.append(_of_columns(problem, inputs, mask_tensors, d_sums, needs))
+    if d_entropy is not None:
+        parts.append(_of_entropy(problem, inputs, mask_tensors, d_entropy, needs))
+    found = [[g for g in several if g is not None] for several in zip(*parts, strict=True)] or [[]] * len(inputs)
+    return [sum(given[1:], given[0]) if given and needed else None for given, needed in zip(found, needs, strict=True)]
+
+
+def _of_columns(problem: Problem, inputs, mask_tensors, d_sums: torch.Tensor, needs: list[bool]) -> list[torch.Tensor | None]:
+    """Of attention to d_sums as values, which are those of query heads, where every row counts once."""
+    q, k, sinks, *captured = inputs
+    heads = q.shape[1] // k.shape[1]
+    keys = k.expand(q.shape[0], -1, -1, -1).repeat_interleave(heads, 1)
+    x = q, keys, d_sums.to(q.dtype).unsqueeze(-1), *captured, *mask_tensors
+    out, lse, _, rows = Attention.apply(problem, *x)
+    d_out, d_lse, of_sinks = torch.ones_like(out), None, None
+    if sinks is not None:
+        d_out, d_lse, of_sinks = before_sinks(out, lse, sinks, d_out, None)
+    of_q, of_k, _, *others = gradients_of(problem, (out, rows, *x), d_out, d_lse, _needs_of_x(needs, mask_tensors))
+    if of_k is not None:
+        of_k = of_k.unflatten(1, (-1, heads)).sum(2)
+        of_k = of_k if k.shape[0] == q.shape[0] else of_k.sum(0, keepdim=True)
+    return [of_q, of_k, of_sinks, *others[: len(captured)]]
+
+
+def _of_entropy(problem: Problem, inputs, mask_tensors, d_entropy: torch.Tensor, needs: list[bool]) -> list[torch.Tensor | None]:
+    """Of lse with sinks, less the mean of keys' scores and sinks by what each has of the weight."""
+    q, k, sinks, *captured = inputs
+    factor, (graph, numbers) = torch.ones((), device=q.device), problem.as_pushed().score
+    problem = replace(problem, score=(scaled_graph(graph), numbers))
+    x = q, k, k.new_zeros((*k.shape[:3], 1)), *captured, factor, *mask_tensors
+    grows = [torch.ones_like(factor) if t is factor else None for t in x]
+    out, lse, _, rows, _, mean = pushed(problem, x, grows)
+    d_lse, d_mean, of_sinks = d_entropy, -d_entropy, None
+    if sinks is not None:
+        scores, share, of_sink = sink_shares(lse, sinks)
+        turned = of_sink * torch.where(of_sink == 0.0, 0.0, mean - scores)  # what the entropy loses as weight goes to the keys
+        d_lse, d_mean = d_entropy * share * (1.0 - turned), -d_entropy * share
+        of_sinks = (d_entropy * share * turned).sum((0, 2)).to(sinks.dtype)
+    empty = lse == float("-inf")
+    d_lse, d_mean = d_lse.masked_fill(empty, 0.0), d_mean.masked_fill(empty, 0.0)
+    needs = _needs_of_x(needs, [factor, *mask_tensors])
+    pushed_problem, nothing = problem.as_pushed(), torch.zeros_like(out)
+    first = gradients_of(pushed_problem, (out, rows, *x), nothing, d_lse, needs)
+    more, _ = second(pushed_problem, x, nothing, d_mean, grows, needs)
+    of_q, of_k, _, *others = (a if a is None else a + b for a, b in zip(first, more, strict=True))
+    return [of_q, of_k, of_sinks, *others[: len(captured)]]
+
+
+def _needs_of_x(needs: list[bool], behind: list) -> list[bool]:
+    """Of q, k, v, captured tensors and those `behind` them, of those of q, k, sinks and captured tensors."""
+    return [*needs[:2], False, *needs[3:], *(False for _ in behind)]

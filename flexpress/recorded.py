@@ -97,15 +97,21 @@ class Recorded(NamedTuple):
         )
         return out, lse, max_scores if output_max else None
 
-    def look(self, wanted: Wanted) -> Statistics:
+    def look(self, wanted: Wanted, deterministic: bool) -> Statistics:
         """What is wanted of the probabilities."""
         score, mask, lists = self.score, self.mask, self.lists
         captures = captures_of(score, mask)
         program = mod_program(
-            score, mask, lists=lists and (lists.q_block, lists.kv_block, lists.interior, self.decided), options=self.options
+            score,
+            mask,
+            lists=lists and (lists.q_block, lists.kv_block, lists.interior, self.decided),
+            options=self.options,
+            deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         )
         tables = list(lists.tables) if lists else []
-        found = torch.ops.flexpress.probability_statistics(self.query, self.key, *captures, tables, self.scale, program.text(), *wanted)
+        found = torch.ops.flexpress.probability_statistics(
+            self.query, self.key, *captures, tables, self.scale, program.text(), *wanted, self.sinks
+        )
         return Statistics(*(t if asked else None for t, asked in zip(found, wanted, strict=True)))
 
 

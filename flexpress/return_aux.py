@@ -15,7 +15,8 @@ class AuxRequest(NamedTuple):
     """Which statistics flex_attention is to return beside the output; see AuxOutput and AuxStatistics.
 
     The first two cost nothing. entropy and top_index take a pass over the keys of their own (one for both), and column_sums another one:
-    each about as long as a forward pass by the portable kernels, whichever kernels compute the output.
+    each about as long as a forward pass by the portable kernels, whichever kernels compute the output. A gradient of column_sums takes a
+    forward and a backward pass, one of entropy two backward passes and what forward mode takes.
     """
 
     lse: bool = False
@@ -37,10 +38,10 @@ class AuxStatistics(NamedTuple):
 
     lse          float32 (B, Hq, Q_LEN)     natural logarithm of the softmax's denominator, -inf for a row with nothing to attend to
     max_scores   float32 (B, Hq, Q_LEN)     the largest score
-    entropy      float32 (B, Hq, Q_LEN)     -sum of P ln(P), in nats; 0 for an empty row. Without gradient
+    entropy      float32 (B, Hq, Q_LEN)     -sum of P ln(P), in nats, a sink's P too; 0 for an empty row
     top_index    int64 (B, Hq, Q_LEN)       the key with the largest score, of equal ones the first; -1 for an empty row
     column_sums  float32 (B, Hq, KV_LEN)    the sum of P over all queries: what each key is given, as evicting from a KV cache asks (H2O,
-                                            arXiv 2306.14048; SnapKV, arXiv 2404.14469). Without gradient
+                                            arXiv 2306.14048; SnapKV, arXiv 2404.14469)
     """
 
     lse: torch.Tensor | None = None

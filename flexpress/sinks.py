@@ -40,7 +40,7 @@ def fold_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tup
 
     out (B, Hq, Q_LEN, D_V), lse float32 (B, Hq, Q_LEN), sinks (Hq,)
     """
-    scores, share, _ = _shares(lse, sinks)
+    scores, share, _ = sink_shares(lse, sinks)
     # logaddexp, whose second derivatives are NaN at -inf
     folded = torch.where(lse > scores, lse + softplus(scores - lse), scores + softplus(lse - scores))
     nothing = (lse == float("-inf")) & (sinks == float("-inf")).view(-1, 1)
@@ -49,7 +49,7 @@ def fold_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tup
 
 def before_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, d_out: torch.Tensor, d_lse: torch.Tensor | None) -> tuple:
     """The gradients of fold_sinks's arguments, where d_out and d_lse are those of what it gives. Differentiable."""
-    _, share, of_sink = _shares(lse, sinks)
+    _, share, of_sink = sink_shares(lse, sinks)
     of_share = (d_out.float() * out.float()).sum(-1) * share * of_sink
     before, found = of_share, -of_share
     if d_lse is not None:
@@ -57,7 +57,7 @@ def before_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, d_ou
     return (d_out * share.unsqueeze(-1)).to(d_out.dtype), before, found.sum((0, 2)).to(sinks.dtype)
 
 
-def _shares(lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sink_shares(lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sinks as scores (Hq, 1), and which share of each row's weight keys and sinks have."""
     scores = sinks.float().view(-1, 1).clamp(min=torch.finfo(torch.float32).min)  # -inf less -inf, for a row that is empty, would be NaN
     return scores, torch.sigmoid(lse - scores), torch.sigmoid(scores - lse)

@@ -38,7 +38,7 @@ class Transformed(NamedTuple):
             out, lse = fold_sinks(out, lse, self.sinks)
         return out, lse, max_scores if output_max else None
 
-    def look(self, _) -> NoReturn:
+    def look(self, *_) -> NoReturn:
         """Refuses entropy, top_index and column_sums."""
         raise NotImplementedError(
             "entropy, top_index and column_sums of return_aux are not there inside transforms of torch.func, or in forward mode: ask for "

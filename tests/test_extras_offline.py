@@ -14,6 +14,7 @@ from flexpress.codegen.run.preview import (
     decode_compilations,
     hopper_backward_compilations,
     hopper_compilation,
+    statistics_compilations,
 )
 from flexpress.mods import alibi, causal
 from flexpress.recipes import make
@@ -25,6 +26,7 @@ PORTABLE = {
     "forward": lambda target, extras: compilation(target, None, causal, head_dim=64, output_rows=True, output_max=True, extras=extras),
     "delta": lambda target, extras: backward_compilations(target, None, causal, head_dim=64, extras=extras)["delta"],
     "decode": lambda target, extras: decode_compilations(target, None, causal, head_dim=64, split=False, extras=extras)["decode"],
+    "rows": lambda target, extras: statistics_compilations(target, None, causal, head_dim=64, extras=extras)["rows"],
     "combine": lambda target, extras: decode_compilations(target, None, causal, head_dim=64, split=True, extras=extras)["combine"],
 }
 HOPPER = {

@@ -301,8 +301,9 @@ def test_opcheck(device):
         new = torch.randn(3, 2, 1, 16, device=device)
         update_cache(new, new, cache, cache.clone(), kv_len)
         cached_attention(new, cache, cache, kv_len, mask_mod=mods.sliding_window(3))
-        aux = flexpress.AuxRequest(entropy=True, column_sums=True)
-        flex_attention(new, new, new, mods.alibi(torch.ones(2, device=device)), return_aux=aux)
+        aux, learned = flexpress.AuxRequest(entropy=True, column_sums=True), new.clone().requires_grad_()
+        _, aux = flex_attention(learned, new, new, mods.alibi(torch.ones(2, device=device)), return_aux=aux)
+        torch.autograd.grad(aux.entropy.sum() + aux.column_sums.sum(), learned)
     names = [function.__name__ for function, _ in seen.calls]
     assert names == [
         f"{name}.default"
@@ -316,10 +317,11 @@ def test_opcheck(device):
             "cached_attention",
             "flex_attention",
             "probability_statistics",
+            "probability_gradients",
         )
     ]
     for function, args in seen.calls:
-        if "backward" in function.__name__:  # it has no derivative
+        if "backward" in function.__name__ or "gradients" in function.__name__:  # it has no derivative
             args = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, args)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import AuxRequest, cache_info, create_block_mask, flex_attention, mods, printed_kernels
+from flexpress import AuxRequest, cache_info, create_block_mask, flex_attention, mods, printed_kernels, probability_operators
+from support.dense import relative_error
 from support.devices import DEVICES, for_any
-from support.probabilities import ALL, assert_right, check_probabilities, probability_problems
+from support.probabilities import ALL, assert_right, check_probabilities, dense, probability_problems
 
 
 @for_any(probability_problems, cpu=10, cuda=120)
@@ -70,27 +71,88 @@ def test_evicting_keys_that_nobody_looks_at():
     torch.testing.assert_close(flex_attention(q, k[:, :, kept], v[:, :, kept], enable_gqa=True), out)
 
 
+def loss_of(entropy, column_sums):
+    """One in which every row and every column counts, each in its way."""
+    rows, columns = (torch.arange(t.numel(), device=t.device).view(t.shape) for t in (entropy, column_sums))
+    return (entropy * torch.sin(rows)).sum() + (column_sums.square() * torch.cos(columns)).sum()
+
+
+def exact_gradients(x: dict, mask_mod=None) -> list:
+    """Of query, key, slopes and sinks, by float64 autograd; the score_mod is softcap and ALiBi."""
+    x = {name: t.detach().double().requires_grad_() for name, t in x.items()}
+    _, entropy, _, column_sums = dense(x["query"], x["key"], capped(x["slopes"]), mask_mod, sinks=x["sinks"])
+    return [*torch.autograd.grad(loss_of(entropy, column_sums), tuple(x.values()))]
+
+
+def capped(slopes):
+    return lambda s, b, h, m, n: 3.0 * torch.tanh(s / 3.0) - slopes[h] * (m - n)
+
+
+def learned_tensors(device: str) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (2, 4, 33, 16), "key": (1, 2, 40, 16), "slopes": (4,), "sinks": (4,)}
+    return {name: torch.randn(shape, generator=generator).to(device).requires_grad_() for name, shape in shapes.items()}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device):
-    """Those of the output are what they are; through entropy and column sums there are none, and that is said."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 150, 16, device=device).requires_grad_() for _ in range(3))
-    slopes = mods.alibi_slopes(2, device).requires_grad_()
-    d_out = torch.randn(1, 2, 150, 16, device=device)
-    wanted = torch.autograd.grad(flex_attention(q, k, v, mods.alibi(slopes)), (q, k, v, slopes), d_out)
-    out, aux = flex_attention(q, k, v, mods.alibi(slopes), return_aux=ALL)
-    assert_right(aux, q, k, mods.alibi(slopes.detach()), close=2e-5 if device == "cpu" else 3e-3)
-    found = torch.autograd.grad(out, (q, k, v, slopes), d_out, retain_graph=True)
-    assert all(map(torch.equal, found[:3], wanted[:3]))
-    for refused in (aux.entropy, aux.column_sums):
-        with pytest.raises(NotImplementedError, match=r"entropy and column_sums of return_aux have no gradient: detach them"):
-            (out.sum() + refused.sum()).backward(retain_graph=True)
-    (out.sum() + aux.entropy.detach().sum()).backward()
-    _, aux = flex_attention(*(t.detach() for t in (q, k, v)), mods.alibi(slopes), return_aux=AuxRequest(entropy=True))
-    with pytest.raises(NotImplementedError, match="have no gradient"):
-        aux.entropy.sum().backward()
+@pytest.mark.parametrize("masked", ["", "mask_mod", "block_mask"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(deterministic, masked, device, poisoned_memory):
+    """Of everything that a score depends on; rows without keys, which have their sink alone, have none."""
+    x, options = learned_tensors(device), {"enable_gqa": True, "deterministic": deterministic}
+    seen = lambda b, h, q_idx, kv_idx: kv_idx < q_idx - 3  # noqa: E731
+    if masked:
+        options[masked] = seen if masked == "mask_mod" else create_block_mask(seen, None, None, 33, 40, device, BLOCK_SIZE=16)
+    q, k, slopes, sinks = x.values()
+    v = torch.randn(1, 2, 40, 8, device=device)
+    out, aux = flex_attention(q, k, v, capped(slopes), **options, sinks=sinks, return_aux=ALL)
+    assert_right(aux, q, k, capped(slopes.detach()), seen if masked else None, sinks=sinks, close=2e-5 if device == "cpu" else 3e-3)
+    found = torch.autograd.grad(loss_of(aux.entropy, aux.column_sums), (q, k, slopes, sinks), retain_graph=True)
+    for have, want in zip(found, exact_gradients(x, seen if masked else None), strict=True):
+        assert relative_error(have, want) < (1e-4 if device == "cpu" else 1e-2)
+    again = torch.autograd.grad(loss_of(aux.entropy, aux.column_sums), (q, k, slopes, sinks))
+    assert not deterministic or all(map(torch.equal, found, again))
+    wanted = torch.autograd.grad(flex_attention(q, k, v, capped(slopes), **options, sinks=sinks).sum(), (q, k, slopes, sinks))
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), (q, k, slopes, sinks))[:2], wanted[:2]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("learned", ["query", "key", "slopes", "sinks"])
+def test_gradients_of_one_input(learned, device):
+    """In one precision and the other, of entropy alone; without sinks where these do not learn."""
+    x = {name: t.detach().requires_grad_(name == learned) for name, t in learned_tensors(device).items()}
+    q, k, slopes, sinks = x.values()
+    sinks = sinks if learned == "sinks" else None
+    for dtype, close in ((torch.float32, 1e-4 if device == "cpu" else 1e-2), (torch.bfloat16, 5e-2)):
+        halves = [t.to(dtype) for t in (q, k)]
+        request = AuxRequest(entropy=True)
+        entropy = flex_attention(*halves, halves[1], capped(slopes), enable_gqa=True, sinks=sinks, return_aux=request)[1].entropy
+        (found,) = torch.autograd.grad(entropy.square().sum(), x[learned])
+        exact = {name: t.detach().to(dtype if name in ("query", "key") else t.dtype).double() for name, t in x.items()}
+        exact[learned].requires_grad_()
+        wanted = dense(exact["query"], exact["key"], capped(exact["slopes"]), sinks=None if sinks is None else exact["sinks"])[1]
+        assert relative_error(found, torch.autograd.grad(wanted.square().sum(), exact[learned])[0]) < close
     with torch.no_grad():
-        assert not flex_attention(q, k, v, return_aux=ALL)[1].entropy.requires_grad
+        assert not flex_attention(q, k, k, enable_gqa=True, return_aux=ALL)[1].entropy.requires_grad
+
+
+def test_a_gradient_has_no_derivative():
+    q = torch.randn(1, 1, 9, 8, requires_grad=True)
+    _, aux = flex_attention(q, q, q, return_aux=ALL)
+    for statistic in (aux.entropy, aux.column_sums):
+        (first,) = torch.autograd.grad(statistic.square().sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="these gradients have no derivative"):
+            first.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_written_between_the_passes_is_noticed(device):
+    q = torch.randn(1, 1, 9, 8, device=device, requires_grad=True)
+    table = torch.randn(9, device=device)
+    _, aux = flex_attention(q, q, q, lambda s, b, h, m, n: s + table[n], return_aux=AuxRequest(entropy=True))
+    table.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        aux.entropy.sum().backward()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -116,29 +178,39 @@ def test_under_torch_compile(device):
     assert torch.equal(only().column_sums, flex_attention(q, k, v, block_mask=mask, return_aux=ALL)[1].column_sums)
 
 
-@pytest.mark.parametrize("learned", ["query", "key", "slopes"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_under_torch_compile(learned, device):
-    """Refused as in eager mode; statistics that a loss does not read change nothing."""
-    x = {name: torch.randn(1, 2, 30, 16, device=device) for name in ("query", "key", "value")} | {"slopes": torch.ones(2, device=device)}
-    x[learned].requires_grad_()
+@pytest.mark.parametrize("sinks", [False, True])
+def test_gradients_under_torch_compile(sinks, device):
+    """As in eager mode; statistics that a loss does not read change nothing, and no gradient of theirs is computed."""
+    x = learned_tensors(device)
+    q, k, slopes, learned = x.values()
+    inputs = (q, k, slopes, learned) if sinks else (q, k, slopes)
 
     def attend(weight):
-        q, k, v, slopes = x.values()
-        out, aux = flex_attention(q, k, v, mods.alibi(slopes), return_aux=ALL)
-        return out.square().sum() + weight * (aux.entropy.sum() + aux.column_sums.square().sum()), aux.entropy
+        options = {"enable_gqa": True, "sinks": learned if sinks else None, "mask_mod": mods.causal}
+        out, aux = flex_attention(q, k, k, capped(slopes), **options, return_aux=ALL)
+        return out.square().sum() + (weight * loss_of(aux.entropy, aux.column_sums) if weight else 0.0)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    (wanted,), (found,) = (torch.autograd.grad(function(0.0)[0], x[learned]) for function in (attend_alone(x), compiled))
-    torch.testing.assert_close(found, wanted)
-    for function in (attend, compiled):
-        with pytest.raises(NotImplementedError, match="have no gradient"):
-            function(1.0)[0].backward()
+    for weight in (1.0, 0.0):
+        wanted, found = (torch.autograd.grad(function(weight), inputs) for function in (attend, compiled))
+        for have, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
 
 
-def attend_alone(x):
-    q, k, v, slopes = x.values()
-    return lambda _: (flex_attention(q, k, v, mods.alibi(slopes)).square().sum(),)
+def test_a_gradient_of_zeros_computes_nothing(monkeypatch):
+    """A compiler gives one where nobody wants it."""
+    q = torch.randn(1, 1, 9, 8, requires_grad=True)
+    monkeypatch.setattr(probability_operators, "gradients", None)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(weight):
+        _, aux = flex_attention(q, q, q, return_aux=AuxRequest(entropy=True, column_sums=True))
+        return (aux.entropy * weight).sum()
+
+    assert not torch.autograd.grad(attend(torch.zeros(())), q)[0].any()
+    with pytest.raises(TypeError, match="NoneType"):
+        torch.autograd.grad(attend(torch.ones(())), q)
 
 
 def test_in_transforms():

@@ -9,6 +9,7 @@ loads        what a mod loads
 graph_mod    a graph in place of a function
 graph_text   graphs as texts
 folded       mods of many calls as one
+scaled       a score_mod times one more captured tensor
 integers     how large integers of a mod may be
 wide         arithmetic of indices that leaves int32
 errors       what goes wrong

@@ -16,6 +16,7 @@ from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .backward_tiles import backward_tile
+from .extras import ORDINARY, Extras
 from .forward import Blocks, Mod, Options, Plan, block_flags, element_flags, list_numbers, list_tables, lowered, scale_names
 from .geometry import STRIDES
 from .slices import padded
@@ -23,7 +24,7 @@ from .tiles import forward_tile
 
 
 class StatisticsCase(NamedTuple):
-    """What changes the kernels, beside their mods. Of `options` those that change scores.
+    """What changes the kernels, beside their mods. Of `options` those that change scores, of `extras` sinks.
 
     entropy, top_index, rows   what row_statistics is to write; rows are what column_sums reads
     """
@@ -38,6 +39,7 @@ class StatisticsCase(NamedTuple):
     entropy: bool = False
     top_index: bool = False
     rows: bool = False
+    extras: Extras = ORDINARY
 
     # what element_flags asks of a case
     @property
@@ -55,7 +57,8 @@ def plan_rows(case: StatisticsCase, backend: str, arch: str, score: Mod | None, 
     written = [pointer("ENTROPIES", "float32", rows)] if case.entropy else []
     written += [pointer("TOP_INDICES", "int64", rows)] if case.top_index else []
     written += [pointer("ROWS", "float32", "[Z, Hq, Q_LEN, 2], written")] if case.rows else []
-    flags = {"ENTROPY": case.entropy, "TOP_INDEX": case.top_index, "OUTPUT_ROWS": case.rows}
+    written += case.extras.of_sinks
+    flags = {"SINKS": bool(case.extras.sinks), "ENTROPY": case.entropy, "TOP_INDEX": case.top_index, "OUTPUT_ROWS": case.rows}
     return _plan("row_statistics", case, backend, tile, score, mask, written, flags, "kv")
 
 

@@ -167,7 +167,7 @@ def statistics_compilations(target: str, *call, **details) -> dict[str, Compilat
     imagined = Imagined(*call, **details)
     known = imagined.forward(target)
     tensors = imagined.tensors()[:2]
-    case, _ = statistics.case_of(tensors, known.case.blocks, known.case.options, statistics.Wanted(True, True, True))
+    case, _ = statistics.case_of(tensors, known.case.blocks, known.case.options, statistics.Wanted(True, True, True), known.case.extras)
     plans = {"rows": plan_rows, "columns": plan_columns}
     return {name: _tiled(target, plan(case, *machine_of(target), known.score, known.mask)) for name, plan in plans.items()}
 

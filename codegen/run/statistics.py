@@ -13,13 +13,14 @@ from ..device.kernel import kernel_for
 from ..device.memory import contiguous
 from ..plan.cpu import BLOCK_M, TASKS, CpuPlan
 from ..plan.cpu_statistics import plan_cpu_statistics
+from ..plan.extras import ORDINARY, Extras
 from ..plan.forward import Blocks, Options, Plan, are_exact, scales
 from ..plan.geometry import Geometry, geometry_of
 from ..plan.statistics import StatisticsCase, plan_columns, plan_rows
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists, tiles_of
-from .call import Bound, keys_of
+from .call import Bound, keys_of, structure_of
 from .cpu_decode import in_elements
 from .launch import Launch, launch_fitting
 from .layouts import strides_like
@@ -71,6 +72,7 @@ def statistics(bound: Bound, wanted: Wanted) -> Statistics:
         "TOP_INDICES": found.top_index,
         "ROWS": rows,
         "SUMS": found.column_sums,
+        "SINKS": bound.extras and bound.extras.sinks,
     }
     run = _by_either if not is_profiled() else in_range(_by_either, "statistics", names_of(bound.score, bound.mask))
     run(bound, wanted, {name: t for name, t in named.items() if t is not None})
@@ -85,7 +87,7 @@ def _by_either(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -
 def _run_in_cpp(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:
     """As `_run`, in one pass over tiles that looks at rows and then at columns."""
     lists, (Z, Hq, Q_LEN, KV_LEN) = bound.lists, bound.inputs.extents
-    case, geometry = case_of((bound.q, bound.k), lists and lists.blocks, bound.options, wanted)
+    case, geometry = case_of((bound.q, bound.k), lists and lists.blocks, bound.options, wanted, structure_of(bound.extras))
     keys = keys_of(bound.score, bound.mask, bound.inputs.extents, lists)
     plan = _plans.get((case, *keys))
     if plan is None:
@@ -124,12 +126,13 @@ def _pass_over(axis: str, bound: Bound, wanted: Wanted, lists: BlockLists | None
     """The kernel that walks keys ("kv") or queries ("q"), and `lists` of them."""
     q, k, inputs = bound.q, bound.k, bound.inputs
     keys = keys_of(bound.score, bound.mask, inputs.extents, bound.lists)
-    key = (axis, inputs, bound.scale, keys, lists and lists.structure, bound.options, wanted)
+    extras = structure_of(bound.extras)
+    key = (axis, inputs, bound.scale, keys, lists and lists.structure, bound.options, wanted, extras.sinks)
     found = _passes.get(key)
     if found is not None:
         INFO.hits += 1
         return found
-    case, geometry = case_of((q, k), bound.lists and bound.lists.blocks, bound.options, wanted)
+    case, geometry = case_of((q, k), bound.lists and bound.lists.blocks, bound.options, wanted, extras)
     plan = (plan_rows if axis == "kv" else plan_columns)(case, backend_of(q.device.type), architecture_of(q.device), *keys)
     launch = Launch(plan.spec, {**geometry.numbers, **scales(bound.scale, True), **(lists.numbers(axis) if lists else {})})
     found = _passes[key] = _Pass(plan, launch)
@@ -137,7 +140,7 @@ def _pass_over(axis: str, bound: Bound, wanted: Wanted, lists: BlockLists | None
 
 
 def case_of(
-    tensors: tuple[torch.Tensor, torch.Tensor], blocks: Blocks | None, options: Options, wanted: Wanted
+    tensors: tuple[torch.Tensor, torch.Tensor], blocks: Blocks | None, options: Options, wanted: Wanted, extras: Extras = ORDINARY
 ) -> tuple[StatisticsCase, Geometry]:
     """What the kernels' text depends on beside mods; and sizes and strides.
 
@@ -158,5 +161,6 @@ def case_of(
         wanted.entropy,
         wanted.top_index,
         wanted.column_sums,
+        Extras(sinks=extras.sinks),  # probabilities are those before dropout
     )
     return case, geometry

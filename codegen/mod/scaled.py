@@ -1,0 +1,25 @@
+"""A score_mod whose result is multiplied by one more captured tensor: derivatives for that tensor are those of all scores growing alike."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import remembered
+from .dispatch import OPERATIONS
+from .expr import ExprTable, ModGraph, TensorCapture, walk
+from .grad import DerivedRun
+from .symbols import Sym
+from .trace import known_graph
+
+
+@remembered("scaled mods", 256)
+def scaled_graph(graph: ModGraph) -> ModGraph:
+    """The score_mod times a captured float32 tensor of no dimensions, which comes behind its others."""
+    name = "factor"
+    while name in {c.name for c in (*graph.tensors, *graph.scalars)}:
+        name += "_"
+    run = DerivedRun(graph.kind, ExprTable(walk(graph.result)), OPERATIONS)
+    with run.active():
+        factor = Sym(run.table.make("load", (), torch.float32, attr=len(graph.tensors)))
+        result = (Sym(graph.result) * factor).expr
+    return known_graph(graph.kind, graph.name, graph.origin, result, (*graph.tensors, TensorCapture(name, torch.float32, 0)), graph.scalars)
