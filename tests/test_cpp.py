@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 
@@ -32,7 +33,7 @@ from flexpress import (
     printed_kernels,
     update_cache,
 )
-from flexpress.codegen.device import cpp_build, cpp_compiler
+from flexpress.codegen.device import cpp, cpp_build, cpp_compiler
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.wide import in_wide_integers
 from flexpress.codegen.run.masks import automatic_lists
@@ -418,12 +419,14 @@ def test_a_program_that_is_no_compiler_fails_as_one(monkeypatch, own_directory):
         attend()
 
 
-@pytest.mark.parametrize("how", ["the driver is killed", "the compiler is killed"])
+@pytest.mark.parametrize("how", ["the driver is killed", "the compiler is killed", "the disk is full"])
 def test_a_compiler_that_was_stopped_is_asked_again(monkeypatch, own_directory, tmp_path, how):
     """By Ctrl-C of a shell's job, or where memory is short: it says nothing of kernels, and of those that are compiled least of all."""
-    told = {"the driver is killed": "kill -9 $$", "the compiler is killed": "echo 'Killed signal terminated program cc1plus' >&2; exit 1"}[
-        how
-    ]
+    told = {
+        "the driver is killed": "kill -9 $$",
+        "the compiler is killed": "echo 'Killed signal terminated program cc1plus' >&2; exit 1",
+        "the disk is full": "echo 'ld: final link failed: No space left on device' >&2; exit 1",
+    }[how]
     program = tmp_path / "compiler"
     program.write_text(
         f'#!/bin/sh\nif [ "$1" = -x ] && mkdir {shlex.quote(str(tmp_path / "stopped"))} 2>/dev/null; then {told}; fi\nexec c++ "$@"\n'
@@ -448,19 +451,63 @@ def test_what_a_compiler_has_written_goes_with_it(monkeypatch, own_directory, tm
     program.chmod(0o755)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    process, kept = [], subprocess.Popen.communicate
+    process, kept = [], subprocess.Popen.wait
 
     def interrupted(self, *given, **options):
         process.append(self)
         while not (begun.exists() and begun.read_text()):
             time.sleep(0.01)
+        monkeypatch.setattr(subprocess.Popen, "wait", kept)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cpp_build.library((str(program),), "", "a kernel")
-    monkeypatch.setattr(subprocess.Popen, "communicate", kept)
     assert list((tmp_path / "temporary").iterdir()) == [] and process[0].returncode == -signal.SIGKILL
+
+
+def test_a_fork_holds_up_no_compiler(monkeypatch, own_directory, tmp_path):
+    """A child that lives on, as workers of a DataLoader do, has whatever was open when it was forked."""
+    program, begun = tmp_path / "compiler", tmp_path / "begun"
+    program.write_text(f'#!/bin/sh\nif [ "$1" = -x ]; then touch {shlex.quote(str(begun))}; sleep 1; fi\nexec c++ "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    thread = threading.Thread(target=attend, daemon=True)
+    thread.start()
+    while not begun.exists():
+        time.sleep(0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        child = os.fork()
+    if child == 0:
+        time.sleep(120)
+        os._exit(0)
+    try:
+        thread.join(60)
+        assert not thread.is_alive()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_where_nothing_may_be_executed(monkeypatch, own_directory):
+    """Neither in the folder of kernels nor among temporary files."""
+
+    def refused(path, *given):
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(cpp.ctypes, "CDLL", refused)
+    with pytest.warns(
+        RuntimeWarning, match="compiled code cannot be loaded: .*failed to map.*TMPDIR must be a folder where files may be exec"
+    ):
+        attend()
+
+
+def test_masks_that_capture_tensors_where_python_drops_asserts(own_directory):
+    program = "import torch; from flexpress import create_mask\nids = torch.arange(8) // 3\n"
+    program += "print(int(create_mask(lambda b, h, i, j: ids[i] == ids[j], 1, 1, 8, 8, 'cpu').sum()))"
+    done = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True)
+    assert done.stdout == "22\n", done.stderr
 
 
 def test_no_room_for_temporary_files(monkeypatch, own_directory):

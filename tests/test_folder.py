@@ -154,6 +154,7 @@ def test_folders_with_impossible_names_are_left(tmp_path, monkeypatch, bad):
     configured = os.fsdecode(bad) if bad.startswith(b"~") else os.fsdecode(os.fsencode(tmp_path) + b"/" + bad)
     monkeypatch.setenv("FLEXPRESS_CACHE_DIR", configured)
     (warning,) = check_new_mod()
+    assert "~/.cache" not in warning
     assert warning.isprintable() and check_new_mod() == [] and cache_dir().parent == tmp_path / "tmp"
 
 
@@ -417,6 +418,22 @@ def test_temporary_files_of_the_killed_are_swept_when_they_are_old(place):
         os.utime(path, (time.time() - 7200,) * 2)
     check_new_mod()
     assert not old.exists() and young.exists() and foreign.exists()
+
+
+def test_folders_of_the_killed_are_swept_when_they_are_old(place, monkeypatch):
+    """Where compilers write."""
+    temporary = Path(tempfile.gettempdir())
+    old, young, foreign, linked = (
+        temporary / name for name in ("flexpress-abcd12_4", "flexpress-efgh5678", "flexpress-report", "flexpress-ijkl0000")
+    )
+    for path in (old, young, foreign):
+        path.mkdir()
+        (path / "kernel.so").write_bytes(b"half")
+    linked.symlink_to(foreign)
+    for path in (old, foreign, linked):
+        os.utime(path, (time.time() - 7200,) * 2, follow_symlinks=False)
+    check_new_mod()
+    assert not old.exists() and young.exists() and (foreign / "kernel.so").exists() and linked.is_symlink()
 
 
 def test_killed_processes_leave_no_half_files(tmp_path):

@@ -163,6 +163,12 @@ def too_long(path: Path) -> list[str]:
     return [f"{name} has {length} lines" for name, length, most in lengths if length > most]
 
 
+def test_nothing_is_asserted():
+    """`python -O` leaves assertions out, with whatever they do."""
+    trees = {str(path): ast.parse(file.read_text(encoding="utf-8")) for path, file in FILES.items()}
+    assert not {path for path, tree in trees.items() if any(isinstance(node, ast.Assert) for node in ast.walk(tree))}
+
+
 @pytest.mark.parametrize("path", sorted(FILES), ids=str)
 def test_modules_and_functions_are_short(path):
     assert not too_long(path)

@@ -20,7 +20,7 @@ from ..registry import INFO
 from ..text.cpp import c_type, captured_numbers
 from ..text.spec import KernelSpec
 from . import folder
-from .cpp_build import flags
+from .cpp_build import CompilerError, flags
 from .cpp_compiler import compiled, compiler, cpu, version
 from .kernel import Kernel
 
@@ -100,7 +100,12 @@ def _loaded(name: str, code: bytes) -> ctypes.CDLL:
             return ctypes.CDLL(str(place / f"{name}.so"))
         except OSError:  # another process made room, or nothing there may be executed
             pass
-    with tempfile.TemporaryDirectory(prefix="flexpress-") as own:
-        file = Path(own, f"{name}.so")
-        file.write_bytes(code)
-        return ctypes.CDLL(str(file))
+    try:
+        with tempfile.TemporaryDirectory(prefix="flexpress-") as own:
+            file = Path(own, f"{name}.so")
+            file.write_bytes(code)
+            return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise CompilerError(
+            f"compiled code cannot be loaded: {error}. FLEXPRESS_CACHE_DIR or TMPDIR must be a folder where files may be executed"
+        ) from error

@@ -55,10 +55,14 @@ def missing() -> str:
 def version_of(command: tuple[str, ...]) -> str:
     """A compiler's first line about itself; "" if it does not run."""
     try:
-        found = subprocess.run([*command, "--version"], check=False, capture_output=True, encoding="utf-8", errors="replace", timeout=60)
+        with tempfile.TemporaryFile() as said:  # no pipe: see outcome
+            subprocess.run(
+                [*command, "--version"], check=False, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.DEVNULL, timeout=60
+            )
+            said.seek(0)
+            return said.read().decode("utf-8", "replace").split("\n")[0]
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return found.stdout.split("\n")[0]
 
 
 def described() -> str:
@@ -104,35 +108,43 @@ def whole(source: str, headers: dict[str, str]) -> str:
     return source
 
 
-def library(compiler: tuple[str, ...] | None, source: str, name: str) -> bytes:
-    """The shared library that the compiler makes of a whole print. Raises CompilerError if there is no compiler, or if it fails."""
+def library(compiler: tuple[str, ...] | None, source: str, name: str, start=subprocess.Popen) -> bytes:
+    """The shared library that the compiler makes of a whole print, in a process by `start`. Raises CompilerError if there is no compiler,
+    or if it fails."""
     if compiler is None:
         raise CompilerError(missing())
     called = shlex.join(compiler)
     try:
         with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
             made = Path(place, "kernel.so")
-            status, said = outcome([*compiler, "-x", "c++", "-", *flags(), "-o", str(made)], source, place)
+            status, said = outcome([*compiler, "-x", "c++", "-", *flags(), "-o", str(made)], source, place, start)
             if status == 0 and made.exists():
                 return made.read_bytes()
     except OSError as error:
         kind = CompilerError if isinstance(error, PermissionError) else CompilerStopped
         raise kind(f"{called} does not run, or has no room for files (TMPDIR says where): {error}") from error
-    if status < 0 or "signal terminated program" in said:  # the driver tells of the compiler itself, which it runs
-        raise CompilerStopped(f"{called} was killed while it compiled {name}: {said[:400] or f'signal {-status}'}")
+    # what the driver tells of the compiler, the assembler and the linker, which it runs
+    no_room = "No space left on device", "Disk quota exceeded", "out of memory", "memory exhausted", "Cannot allocate memory"
+    if status < 0 or any(words in said for words in ("signal terminated program", *no_room)):
+        raise CompilerStopped(f"{called} was killed, or had no room, while it compiled {name}: {said[:400] or f'signal {-status}'}")
     raise CompilerError(f"{called} does not compile {name}:\n{said[:4000] or 'it says nothing, and writes no file'}")
 
 
-def outcome(command: list[str], source: str, place: str) -> tuple[int, str]:
+def outcome(command: list[str], source: str, place: str, start=subprocess.Popen) -> tuple[int, str]:
     """A command's status and what it says. It has a session of its own: Ctrl-C is not for it, and if it is not waited for, all of it ends.
-    What it writes on the way lies in `place`, too."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, **pipes, cwd=place, env={**os.environ, "TMPDIR": place}, start_new_session=True)
+    What it writes on the way lies in `place`, too. It reads and writes files: the end of a pipe that a fork has taken along stays open, and
+    whoever waits for its end waits for the child."""
+    given, told = Path(place, "source"), Path(place, "said")
+    given.write_bytes(source.encode("utf-8", "replace"))
+    with given.open("rb") as read, told.open("wb") as written:
+        files = {"stdin": read, "stdout": subprocess.DEVNULL, "stderr": written}
+        environment = {**os.environ, "TMPDIR": place, "LC_ALL": "C"}
+        process = start(command, **files, cwd=place, env=environment, start_new_session=True)
     try:
-        _, said = process.communicate(source.encode("utf-8", "replace"))
+        process.wait()
     except BaseException:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
-    return process.returncode, said.decode("utf-8", "replace")
+    return process.returncode, told.read_bytes().decode("utf-8", "replace")

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from typing import TypeVar
 
 import torch
 
 from ..registry import Table, remembered
+from ..turn import Turn
 from .cpp_build import CompilerError, CompilerStopped, compiler_command, library, missing, native_cpu, version_of, whole
 
 _INCLUDES = ("cpu.h", "cpu_tiles.h", "cpu_dropout.h")  # of templates/, by prints
 _PARTS = ("cpu_vectors.h", "cpu_captured.h", "cpu_functions.h", "cpu_products.h", "cpu_factors.h", "cpu_results.h")  # by these, once each
 _given_up: dict[tuple, str] = Table("compilers that failed", 16)  # and why
+_beginning = Turn(fork_waits=True)
 T = TypeVar("T")
 version = remembered("versions of the compiler", 16)(version_of)
 cpu = remembered("this CPU", 1)(native_cpu)
@@ -106,7 +110,12 @@ def by_either(run: Callable[[bool], T], device: torch.device, named: str | None 
 
 def compiled(source: str, name: str) -> bytes:
     """The library of a print. Raises CompilerError if there is no compiler, or if it fails."""
-    return library(compiler(), whole(source, headers()), name)
+    return library(compiler(), whole(source, headers()), name, _begun)
+
+
+def _begun(*arguments, **options) -> subprocess.Popen:
+    """A process. Python waits at the end of a pipe until it has begun, and a fork would take that end along."""
+    return _beginning.run(partial(subprocess.Popen, *arguments, **options))
 
 
 def tried() -> None:

@@ -217,7 +217,8 @@ def argument_format(types: list[str]) -> list[str]:
     fields = []
     for place, kind in enumerate(types):
         if kind.startswith("tensordesc"):
-            assert place == 0 or types[place - 1].startswith("tensordesc"), "descriptors come first"
+            if place and not types[place - 1].startswith("tensordesc"):
+                raise ValueError("descriptors come first")
             fields += _DESCRIPTOR_FIELDS
         else:
             fields.append("Q" if kind.startswith("*") else _FORMATS[kind])

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 import time
@@ -30,6 +31,7 @@ from ..turn import Turn
 _NAME_BYTES = 120  # of a kernel's name in a file name: file systems take 255 bytes, some 143, and a key and an ending follow
 _OURS = re.compile(r".+_[0-9a-f]{12}(\.py|\.cpp|\.[0-9a-f]{12}\.(json|metadata\.json|cubin|hsaco|so))|\.[0-9a-f]{24}\.spec", re.DOTALL)
 _TEMPORARY = re.compile(r"\.flexpress-[0-9a-z_]+\.tmp")
+_TEMPORARY_FOLDER = re.compile(r"flexpress-[0-9a-z_]{8}")  # of tempfile.TemporaryDirectory(prefix="flexpress-")
 _ABANDONED = 3600.0  # seconds after which a temporary file has nobody who still writes it
 _FRESH = 600.0  # seconds in which a file's time of use need not be written again
 _DEFAULT_MIB = 1024
@@ -57,7 +59,7 @@ class _Place:
 
     def __init__(self, configured: str | None) -> None:
         self.moved = False
-        wanted = "~/.cache/flexpress"
+        wanted: str | Path = configured or "~/.cache/flexpress"
         try:
             wanted = _wanted(configured)
             self.path: Path | None = _opened(wanted)
@@ -281,6 +283,7 @@ def _make_room(folder: Path, size: int) -> None:
     ours, abandoned = files(folder)
     for file in abandoned:
         _remove(folder / file.name)
+    _sweep_temporary_folders()
     held = sum(file.held for file in ours)
     if held > most:
         kernels: dict[str, list[_File]] = {}  # what belongs together
@@ -294,6 +297,16 @@ def _make_room(folder: Path, size: int) -> None:
             if held <= most * 3 // 4:
                 break
         logs.CACHE.info("%s held %d MiB: removed the %d files that were unused longest", folder, before >> 20, count)
+
+
+def _sweep_temporary_folders() -> None:
+    """Remove those that killed processes of this user have left where compilers write."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(tempfile.gettempdir()):
+            if _TEMPORARY_FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                info = entry.stat(follow_symlinks=False)
+                if info.st_uid == _user() and time.time() - info.st_mtime > _ABANDONED:
+                    shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def _remove(file: str | Path) -> None:

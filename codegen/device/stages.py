@@ -135,9 +135,11 @@ def _assembled(ptx: str, path: str, version: str, options: str | None) -> bytes:
         source, cubin = Path(place, "kernel.ptx"), Path(place, "kernel.cubin")
         source.write_text(ptx)
         command = [path, "-lineinfo", *allocate, *(options or "").split(), f"--gpu-name={arch}", source, "-o", cubin]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        said = Path(place, "said")
+        with said.open("wb") as written:  # no pipe, whose end a fork would take along
+            done = subprocess.run(command, stdout=written, stderr=subprocess.STDOUT)
         if done.returncode:
-            raise PTXASError(f"{path} ended with {done.returncode}: {done.stdout}")
+            raise PTXASError(f"{path} ended with {done.returncode}: {said.read_text(errors='replace')}")
         return cubin.read_bytes()
 
 

@@ -71,7 +71,8 @@ class MaskTexts:
         found: dict[str, tuple] = {}
         for text in (self.mask, self.verdict, *(zone.text for zone in self.zones)):
             for name, step in zip(text.args, text.recipe, strict=True):
-                assert found.setdefault(name, step) == step, f"{name} has two meanings in the texts of one mask_mod"
+                if found.setdefault(name, step) != step:
+                    raise AssertionError(f"{name} has two meanings in the texts of one mask_mod")
         return found
 
 

@@ -89,7 +89,7 @@ class GradientText:
     lines: tuple[str, ...]
     score: Code
     captured: tuple[CapturedGradient, ...]
-    names: frozenset[str]
+    names: tuple[str, ...]
     tangent: Code | None = None  # of d loss / d score, if there is one
 
 
@@ -132,5 +132,5 @@ def gradient_text(
         tangent,
         *(code for c in captured for code in (c.text, c.offset, c.checks, c.other)),
     )
-    names = frozenset(use.name for use in uses_of(codes))
+    names = tuple(sorted({use.name for use in uses_of(codes)}))  # not in a set, whose order is another one in each process: see cache.py
     return GradientText(language.lines(snippet.gradient_statements), score, tuple(captured), names, tangent)

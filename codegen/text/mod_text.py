@@ -74,7 +74,7 @@ class ModText:
     @property
     def _later(self) -> frozenset[str]:
         """Names that are used after the result is known."""
-        names = self.gradient.names if self.gradient else frozenset()
+        names = frozenset(self.gradient.names if self.gradient else ())
         return names | {use.name for use in self.tangent.uses} if self.tangent else names
 
     def values(self, captured: list) -> list:
