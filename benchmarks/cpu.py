@@ -6,6 +6,9 @@
 With one thread, times are the thread's own CPU time, so that other processes count little; the least of some repetitions that alternate
 between the candidates. Rates are shares of what torch reaches in a product of matrices in float32 in the same minute: by
 torch.mm or, where that is faster, by oneDNN (MKL takes half of what an AMD CPU can do). Masked positions are no work.
+
+What a candidate computes of the first head is compared with dense attention in float64 before it is timed, and the program ends if it is
+wrong.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from pathlib import Path
 import torch
 from torch.nn.attention import flex_attention as torchs
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils import _pytree as pytree
 
 from flexpress import create_block_mask, flex_attention, mods
 from flexpress.codegen.device.cpp_build import described
 
 H, S, LONG, WINDOW = 8, 2048, 8192, 256
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of relative errors
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 
 
@@ -50,11 +55,33 @@ def first_call(run: Callable) -> float:
     return time.perf_counter() - start
 
 
-def compare(name: str, flops: float, candidates: dict[str, Callable], repeats: int) -> dict:
-    """Seconds of each candidate and of its first call, and their rates by that of a product of matrices."""
+def dense(q, k, v, score_mod=None, mask_mod=None) -> torch.Tensor:
+    """Attention of the first head in float64."""
+    q, k, v = (t[:, :1].double() for t in (q, k, v))
+    m, n = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    scores, zero = q @ k.mT * q.shape[3] ** -0.5, torch.zeros((), dtype=torch.int64)
+    scores = scores if score_mod is None else score_mod(scores, zero, zero, m, n)
+    scores = scores if mask_mod is None else scores.masked_fill(~mask_mod(zero, zero, m, n), -float("inf"))
+    return scores.softmax(-1) @ v
+
+
+def error_of(found, exact, dtype: torch.dtype) -> float:
+    """The largest relative error of a candidate's tensors, as far as they belong to the first head. Ends the program if that is not one of
+    rounding."""
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(exact), strict=True)
+    error = max(((a.detach()[:, :1].double() - b).norm() / b.norm()).item() for a, b in pairs)
+    if not error <= LIMITS[dtype]:
+        raise SystemExit(f"a candidate's relative error is {error:.1e}")
+    return error
+
+
+def compare(name: str, flops: float, candidates: dict[str, Callable], exact, repeats: int, dtype: torch.dtype = torch.float32) -> dict:
+    """Seconds of each candidate and of its first call, and their rates by that of a product of matrices. exact: what they should give of
+    the first head."""
     square = torch.randn(1536, 1536)
     products = {"mm": lambda: square @ square, "onednn": lambda: torch.ops.mkldnn._linear_pointwise(square, square, None, "none", [], "")}
     firsts = {who: first_call(run) for who, run in candidates.items()}
+    errors = {who: error_of(run(), exact, dtype) for who, run in candidates.items()}
     best = dict.fromkeys([*candidates, *products], float("inf"))
     for _ in range(repeats):
         for who, run in candidates.items():
@@ -66,6 +93,7 @@ def compare(name: str, flops: float, candidates: dict[str, Callable], repeats: i
     found = {"case": name, **{f"{who}_gflops": round(each * 1e-9, 1) for who, each in rates.items()}}
     for who, seconds in best.items():
         found[who] = {"ms": round(1e3 * seconds, 2), "of_mm": round(flops / seconds / rate, 3), "first_call_s": round(firsts[who], 2)}
+        found[who]["rel_err"] = float(f"{errors[who]:.2g}")
     shown = "  ".join(f"{who} {r['ms']:.1f} ms ({r['of_mm']:.2f})" for who, r in found.items() if isinstance(r, dict))
     print(f"{name:34} {shown}", flush=True)
     return found
@@ -96,13 +124,13 @@ def forward_cases(heads: int, repeats: int) -> list[dict]:
                     candidates["sdpa"] = lambda: scaled_dot_product_attention(q, k, v, is_causal=masked)  # noqa: B023
                 name = f"{what} {D} {str(dtype).removeprefix('torch.')}"
                 with torch.no_grad():
-                    found.append(compare(name, flops * (0.5 if masked else 1), candidates, repeats))
+                    exact = dense(q, k, v, score_mod, mods.causal if masked else None)
+                    found.append(compare(name, flops * (0.5 if masked else 1), candidates, exact, repeats, dtype))
                 torch._dynamo.reset()
     return found
 
 
-def gradients_of(out: torch.Tensor, inputs: tuple) -> Callable:
-    gradient = torch.randn_like(out)
+def gradients_of(out: torch.Tensor, inputs: tuple, gradient: torch.Tensor) -> Callable:
     return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
 
@@ -119,9 +147,12 @@ def backward_cases(heads: int, repeats: int) -> list[dict]:
             outputs = {"flexpress": flex_attention(q, k, v, **given)}
             if what != "alibi":
                 outputs["sdpa"] = scaled_dot_product_attention(q, k, v, is_causal=what == "causal")
+            gradient = torch.randn(1, heads, S, D)
             for who, out in outputs.items():
-                runs[who] = gradients_of(out, (q, k, v))
-            found.append(compare(f"backward {what} {D} float32", flops, runs, repeats))
+                runs[who] = gradients_of(out, (q, k, v), gradient)
+            first = [t.detach()[:, :1].double().requires_grad_() for t in (q, k, v)]
+            exact = torch.autograd.grad(dense(*first, **given), first, gradient[:, :1].double())
+            found.append(compare(f"backward {what} {D} float32", flops, runs, exact, repeats))
     return found
 
 
@@ -130,23 +161,23 @@ def derivative_cases(heads: int, repeats: int) -> list[dict]:
     q, k, v, *direction = torch.randn(6, 1, heads, S, 64).unbind()
     visible = torch.ones(S, S, dtype=torch.bool).tril()
 
-    def dense(q, k, v):
+    def by_torch(q, k, v):
         return (q @ k.mT / 8).masked_fill(~visible, -float("inf")).softmax(-1) @ v
 
     def printed(q, k, v):
         return flex_attention(q, k, v, mask_mod=mods.causal)
 
-    def twice(attend: Callable) -> None:
-        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+    def twice(attend: Callable, given=(q, k, v)) -> tuple[torch.Tensor, ...]:
+        inputs = [t.clone().requires_grad_() for t in given]
         found = torch.autograd.grad(attend(*inputs).square().sum(), inputs, create_graph=True)
-        torch.autograd.grad(sum(g.square().sum() for g in found), inputs)
+        return torch.autograd.grad(sum(g.square().sum() for g in found), inputs)
 
-    forward = {who: lambda f=f: torch.func.jvp(f, (q, k, v), tuple(direction)) for who, f in (("flexpress", printed), ("dense", dense))}
-    second = {who: lambda f=f: twice(f) for who, f in (("flexpress", printed), ("dense", dense))}
-    flops = 2.0 * heads * S * S * 64
+    forward = {who: lambda f=f: torch.func.jvp(f, (q, k, v), tuple(direction)) for who, f in (("flexpress", printed), ("dense", by_torch))}
+    second = {who: lambda f=f: twice(f) for who, f in (("flexpress", printed), ("dense", by_torch))}
+    flops, first = 2.0 * heads * S * S * 64, [t[:, :1].double() for t in (q, k, v, *direction)]
     return [
-        compare("jvp causal 64 float32", 3 * flops, forward, repeats),
-        compare("second causal 64 float32", 11.5 * flops, second, repeats),
+        compare("jvp causal 64 float32", 3 * flops, forward, torch.func.jvp(by_torch, tuple(first[:3]), tuple(first[3:])), repeats),
+        compare("second causal 64 float32", 11.5 * flops, second, twice(by_torch, first[:3]), repeats),
     ]
 
 
@@ -154,8 +185,11 @@ def window_case(heads: int, repeats: int) -> dict:
     """A sliding window over a long sequence, beside dense attention that does not know of it."""
     q, k, v = torch.randn(3, 1, heads, LONG, 64).unbind()
     mask = create_block_mask(mods.sliding_window(WINDOW), None, None, LONG, LONG, "cpu")
-    runs = {"flexpress": lambda: flex_attention(q, k, v, block_mask=mask), "sdpa": lambda: scaled_dot_product_attention(q, k, v)}
-    return compare(f"window {WINDOW} of {LONG} float32", 4.0 * heads * LONG * WINDOW * 64, runs, repeats)
+    name, flops = f"window {WINDOW} of {LONG} float32", 4.0 * heads * LONG * WINDOW * 64
+    runs = {"flexpress": lambda: flex_attention(q, k, v, block_mask=mask)}
+    found = compare(name, flops, runs, dense(q, k, v, mask_mod=mods.sliding_window(WINDOW)), repeats)
+    runs = {"sdpa": lambda: scaled_dot_product_attention(q, k, v)}  # which has another result
+    return {**found, "sdpa": compare("the same, all positions", flops, runs, dense(q, k, v), repeats)["sdpa"]}
 
 
 def decode_cases(repeats: int) -> list[dict]:
@@ -171,8 +205,9 @@ def decode_cases(repeats: int) -> list[dict]:
                 "sdpa": lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True),  # noqa: B023
             }
             case = {"case": f"one query, {heads} heads on {shared} of {LONG} keys, 128 {str(dtype).removeprefix('torch.')}"}
+            exact = dense(q, k, v)
             for who, run in runs.items():
-                run()
+                error_of(run(), exact, dtype)
                 seconds = min(timed(run) for _ in range(4 * repeats))
                 case[who] = {"ms": round(1e3 * seconds, 2), "gb_s": round(1e-9 * bytes_read / seconds, 1)}
             print(case, flush=True)

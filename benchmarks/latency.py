@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "error",
     )
     print(common.table(keys, [[row.get(key) for key in keys] for row in rows]))
-    return 0
+    return int(any(row.get("error") for row in rows))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import common
 import torch
 from common import Row
 from implementations import in_layout
+from reference import ERROR_LIMIT, WrongResult
 
 OWN = {"flexpress": None, "portable": "PORTABLE", "hopper": "HOPPER"}  # with these BACKENDs
 PEERS = ("sdpa", "fa4") if common.installed_version(common.FA4) else ("sdpa",)
@@ -93,7 +94,10 @@ def summary(rows: Sequence[Row]) -> str:
     impls = len(OWN) + len(PEERS)
     for at in range(0, len(rows), impls):
         case = rows[at : at + impls]
-        times = {row["impl"]: row["us"] for row in case}
+        wrong = {row["impl"] for row in case if not row["rel_err"] <= ERROR_LIMIT}
+        if wrong & set(OWN):
+            raise WrongResult(f"{case[0]}: {sorted(wrong)}")
+        times = {row["impl"]: float("inf") if row["impl"] in wrong else row["us"] for row in case}  # a peer's wrong result is none
         name = [case[0][key] for key in ("mask", "length", "heads", "dim")]
         best = min(times.values())
         ratios = [times[peer] / times["flexpress"] for peer in PEERS]

@@ -200,6 +200,13 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if (args.ask or args.stop) and not args.smollm2:
         parser.error("--ask and --stop need words: pass --smollm2")
+    if args.graphs and not torch.cuda.is_available():
+        parser.error("--graphs needs a GPU, and there is none")
+    if not args.rate >= 0:
+        parser.error(f"--rate is {args.rate}; it must be at least 0")
+    for file in [*([args.config] if args.config else []), *args.weights]:
+        if not Path(file).is_file():
+            parser.error(f"there is no file {file}")
     return args
 
 

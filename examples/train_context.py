@@ -134,6 +134,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-2)
     asked = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it by torchrun, which says who is which rank: torchrun --nproc-per-node 2 examples/train_context.py")
     on_gpus, rank = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:

@@ -24,12 +24,12 @@ def write(text: str, path: str | os.PathLike | None, layout: str, overwrite: boo
         return
     path = Path(path)
     files = {path: text} if layout == "file" else _as_kernel(text, path)
-    there = [str(file) for file in files if os.path.lexists(file)]
-    if there and not overwrite:
-        raise FileExistsError(f"{there[0]} is there already; choose another path, or pass overwrite=True")
     for file in files:
         if file.exists() and not file.is_file():
             raise FileExistsError(f"{file} is there already, and no file that could be written anew; choose another path")
+    there = [str(file) for file in files if os.path.lexists(file)]
+    if there and not overwrite:
+        raise FileExistsError(f"{there[0]} is there already; choose another path, or pass overwrite=True")
     for file, content in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         _replace(file, content)

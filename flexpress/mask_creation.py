@@ -128,5 +128,5 @@ def _positional(mod) -> int:
 
 def _extents(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, int, int, int]:
     """(B, H, Q_LEN, KV_LEN) of a mask, checked; None stands for 1."""
-    Z, heads = (1 if n is None else extent(name, n, 1) for name, n in (("B", B), ("H", H)))
+    Z, heads = (1 if n is None else extent(name, n) for name, n in (("B", B), ("H", H)))
     return Z, heads, extent("Q_LEN", Q_LEN), extent("KV_LEN", KV_LEN)

@@ -175,7 +175,7 @@ ELSEWHERE = {
         r"key has shape \(1, 8, 2147483648, 16\); kernels count in 32 bits",
     ),
     "create_block_mask mask_mod": (made(mask_mod=3), TypeError, "mask_mod must be a function, got int"),
-    "create_block_mask B": (made(B=0), ValueError, "B is 0; it must be at least 1"),
+    "create_block_mask B": (made(B=-1), ValueError, "B is -1; it must be at least 0"),
     "create_block_mask H": (made(H=True), TypeError, "H must be an integer, got True"),
     "create_block_mask Q_LEN": (made(Q_LEN=-1), ValueError, "Q_LEN is -1; it must be at least 0"),
     "create_block_mask Q_LEN, more than int32": (made(Q_LEN=2**31), ValueError, "Q_LEN is 2147483648; it must be at most 2147483647"),

@@ -267,3 +267,23 @@ def test_masks_whose_mods_make_tensors_are_equal_by_what_they_make(device):
     torch.testing.assert_close(flex_attention(q, q, q, block_mask=one, mask_mod=made_of(5)), flex_attention(q, q, q, mask_mod=made_of(5)))
     with pytest.raises(ValueError, match="block_mask was made of"):
         flex_attention(q, q, q, block_mask=one, mask_mod=made_of(6))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("entries", [(0, 2), (2, 0)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_of_an_empty_batch(compiled, entries, device):
+    """As the last one of an epoch may be; also of a mask that reads tensors of the batch."""
+    ids = torch.zeros(entries[0], 100, dtype=torch.int32, device=device)
+
+    def seen(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
+
+    def attend(q, k):
+        return flex_attention(q, k, k, block_mask=create_block_mask(seen, *entries, 100, 200, device))
+
+    q, k = torch.randn(*entries, 100, 16, device=device, requires_grad=True), torch.randn(*entries, 200, 16, device=device)
+    out = (torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend)(q, k)
+    assert out.shape == q.shape and create_block_mask(seen, *entries, 100, 200, device).kv_num_blocks.shape == (*entries, 1)
+    assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+    assert create_mask(seen, *entries, 100, 200, device).shape == (*entries, 100, 200)
