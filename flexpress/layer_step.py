@@ -45,7 +45,18 @@ def no_autocast(tensor: torch.Tensor):
 
 
 def attend(
-    qkv, kv_len, cu_seqlens, where, caches, turning, scale, sliding_window, softcap, scales, shared_prefix: SharedPrefix | None = None
+    qkv,
+    kv_len,
+    cu_seqlens,
+    where,
+    caches,
+    turning,
+    scale,
+    sliding_window,
+    softcap,
+    scales,
+    sinks,
+    shared_prefix: SharedPrefix | None = None,
 ) -> torch.Tensor:
     """Write the new keys and values, then attend; the caches' extents say what heads there are. Arguments as serving_ops has them."""
     check_tokens(*qkv, *caches)
@@ -73,7 +84,8 @@ def attend(
     rope, interleaved, rope_tail = turning
     turn = {} if rope is None else {"query": query, "rope": rope, "interleaved": interleaved, "rope_tail": rope_tail}
     with no_autocast(q):
-        how = {**where, "score_mod": score_mod, "mask_mod": mask_mod, "scale": scale, "shared_prefix": shared_prefix}
+        mods_of_layer = {"score_mod": score_mod, "mask_mod": mask_mod, "scale": scale, "sinks": sinks}
+        how = {**where, **mods_of_layer, "shared_prefix": shared_prefix}
         attention = attention_after(query, k_cache, v_cache, kv_len, **how)
         turned = update_cache(key, value, k_cache, v_cache, kv_len, **where, **turn)
         attended, _ = attention(query if turned is None else turned)

@@ -131,6 +131,7 @@ def mha_with_cache(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     rope_tail: bool = False,
 ) -> torch.Tensor:
@@ -143,6 +144,7 @@ def mha_with_cache(
     sliding_window      how many positions a token sees, its own included: 1, only itself; 0: all
     softcap             scores s become softcap * tanh(s / softcap); 0: they stay
     k_scale, v_scale    float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; None: 1
+    sinks               (Hq,), a logit for each head, as for cached_attention
     Raises ValueError or TypeError for arguments. Not differentiable; autocast changes nothing.
     """
     check_tokens(q, k, v, k_cache, v_cache)
@@ -171,6 +173,7 @@ def mha_with_cache(
         sliding_window,
         softcap,
         (k_scale, v_scale),
+        sinks,
     )
 
 
@@ -189,6 +192,7 @@ def _(
     softcap=0.0,
     k_scale=None,
     v_scale=None,
+    sinks=None,
     *,
     rope_tail=False,
 ):
@@ -212,6 +216,7 @@ def flattened_mha_with_cache(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     rope_tail: bool = False,
 ) -> torch.Tensor:
@@ -233,6 +238,7 @@ def flattened_mha_with_cache(
         sliding_window,
         softcap,
         (k_scale, v_scale),
+        sinks,
     )
 
 
@@ -253,6 +259,7 @@ def _(
     softcap=0.0,
     k_scale=None,
     v_scale=None,
+    sinks=None,
     *,
     rope_tail=False,
 ):
@@ -282,6 +289,7 @@ def mha_with_paged_cache(
     shared_pages: torch.Tensor | None = None,
     shared_prefix: torch.Tensor | None = None,
     shared_groups: Sequence[int] | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     rope_tail: bool = False,
 ) -> torch.Tensor:
@@ -304,6 +312,7 @@ def mha_with_paged_cache(
         sliding_window,
         softcap,
         (k_scale, v_scale),
+        sinks,
         prefix,
     )
 
@@ -331,6 +340,7 @@ def _(
     shared_pages=None,
     shared_prefix=None,
     shared_groups=None,
+    sinks=None,
     *,
     rope_tail=False,
 ):

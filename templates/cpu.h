@@ -9,6 +9,9 @@
 #if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
 #error "-ffast-math, -Ofast and -ffinite-math-only are not for these kernels: hidden keys have scores of -infinity"
 #endif
+#if defined(__x86_64__) && !(defined(__AVX2__) && defined(__FMA__))
+#error "these kernels are for CPUs with AVX2 and FMA: shifts of huge scores cancel in one multiply-add alone"
+#endif
 
 #include <cstdint>
 #include <new>

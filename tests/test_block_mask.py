@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.nn.attention.flex_attention import flex_attention as torch_attention
 
 from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, flex_attention, mods, noop_mask, or_masks
+from flexpress.sequences import SequenceInfo
 from support.block_lists import brute_force, check_bounds, check_lists
 from support.dense import dense_attention, positions, relative_error
 from support.devices import DEVICES, for_any
@@ -287,3 +288,19 @@ def test_a_mask_of_an_empty_batch(compiled, entries, device):
     assert out.shape == q.shape and create_block_mask(seen, *entries, 100, 200, device).kv_num_blocks.shape == (*entries, 1)
     assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
     assert create_mask(seen, *entries, 100, 200, device).shape == (*entries, 100, 200)
+
+
+def test_defaults_of_a_mod_are_no_arguments():
+    """create_mask tells a score_mod from a mask_mod by what it must be given."""
+    expected = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
+    assert torch.equal(create_mask(lambda b, h, q_idx, kv_idx, more=0: q_idx + more >= kv_idx, None, None, 9, 9, "cpu"), expected)
+    hidden = lambda score, b, h, q_idx, kv_idx, low=-torch.inf: torch.where(q_idx >= kv_idx, score, low)  # noqa: E731
+    assert torch.equal(create_mask(hidden, None, None, 9, 9, "cpu"), expected)
+    assert torch.equal(create_mask(lambda b, h, q_idx, kv_idx, *, more=0: q_idx + more >= kv_idx, None, None, 9, 9, "cpu"), expected)
+
+
+def test_the_first_cpu_is_the_cpu():
+    q = torch.randn(1, 1, 20, 16)
+    mask = create_block_mask(mods.causal, None, None, 20, 20, "cpu:0")
+    assert torch.equal(flex_attention(q, q, q, block_mask=mask), flex_attention(q, q, q, mask_mod=mods.causal))
+    assert SequenceInfo(device="cpu:0").device == torch.device("cpu") == mask.to("cpu:0").as_lists().kv_indices.device

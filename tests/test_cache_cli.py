@@ -179,3 +179,25 @@ def test_clearing_and_eviction_beside_other_processes(place):
     q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
     cache_clear()
     assert relative_error(flex_attention(q, k, v, mask_mod=mods.causal), dense_attention(q, k, v, mask_mod=mods.causal)[0]) < 2e-6
+
+
+def test_looking_is_no_use(capsys, place):
+    """What is listed is not taken for used: it would stay in a full folder instead of what runs."""
+    attend()
+    metadata = json.dumps({"name": "forward", "target": {"backend": "cuda", "arch": 90, "warp_size": 32}}).encode()
+    binary._write("kernel_00000000000a.000000000000", binary.Compiled(metadata, b"code", "cubin", {}))
+    for path in place.iterdir():
+        os.utime(path, (time.time() - 3 * 86400,) * 2)
+    before = {path: path.stat().st_mtime for path in place.iterdir()}
+    for _ in range(2):
+        rows = shown(capsys, "list").splitlines()[1:]
+        assert rows and all(" 3 d " in row for row in rows)
+    assert {path: path.stat().st_mtime for path in place.iterdir()} == before
+
+
+@pytest.mark.parametrize("damaged", [{"mods": 3}, {"mods": None}, {"made": "yesterday"}, {"template": 3, "backend": None}])
+def test_a_damaged_note_is_no_error(capsys, place, damaged):
+    attend()
+    (note, *_) = sorted(place.glob(".*.spec"))
+    note.write_text(json.dumps({**json.loads(note.read_text()), **damaged}))
+    assert json.loads(note.read_text())["file"].removesuffix(".py") in shown(capsys, "list")

@@ -403,3 +403,18 @@ def test_computing_with_elements_of_float64_is_a_warning():
         warnings.simplefilter("error")
         evaluate_mod(lambda score, b, h, q_idx, kv_idx: score - (near[q_idx] - near[kv_idx]), scores)
         evaluate_mod(lambda score, b, h, q_idx, kv_idx: score - times[kv_idx].float(), scores)
+
+
+@pytest.mark.parametrize("made", ["method", "property"])
+def test_what_a_program_has_put_into_tensors(made, monkeypatch):
+    by = [2.0]
+
+    def scaled(self):
+        return float(by[0])
+
+    monkeypatch.setattr(torch.Tensor, "own_scale", property(scaled) if made == "property" else scaled, raising=False)
+    table = torch.ones(3)
+    mod = (lambda s, b, h, m, n: s * table.own_scale) if made == "property" else (lambda s, b, h, m, n: s * table.own_scale())
+    scores = torch.ones(1, 1, 2, 2)
+    for by[0] in (2.0, 3.0, 2.0):
+        assert (evaluate_mod(mod, scores) == by[0]).all()

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import (
+    BlockMask,
     cache_clear,
     cached_attention,
     create_block_mask,
@@ -283,7 +284,8 @@ def test_huge_scores_that_are_no_whole_numbers(size, queries, dtype):
     out = flex_attention(q, k, v, enable_gqa=True)
     found = out, *torch.autograd.grad(out, v, d_out)
     for mine, plain, exact in zip(found, dense(q, k, v, dtype), dense(q, k, v, torch.float64), strict=True):
-        assert relative_error(mine, exact) <= 2 * relative_error(plain, exact) + 2e-7
+        # of rows with one weight a plain computation rounds nothing; here it is rounded beside its sum, as others are
+        assert relative_error(mine, exact) <= 2 * relative_error(plain, exact) + (2e-7 if dtype is torch.float32 else 2.0**-9)
 
 
 @pytest.mark.parametrize("mask_mod", [None, mods.sliding_window(300)], ids=["causal", "window"])
@@ -617,3 +619,72 @@ def test_bytes_divided_by_255(in_cpp):
     for mod in (lambda b, h, m, n: values[n] // 255 == 0, lambda b, h, m, n: values[n] % 255 == values[n]):
         seen = create_mask(mod, 1, 1, 1, 256, device="cpu")[0, 0, 0]
         assert seen[:255].all() and not seen[255]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("upwards", [True, False])
+@pytest.mark.parametrize("queries", [1, 20])
+def test_scores_on_both_sides_of_huge(queries, upwards, dtype):
+    """Where the scores of one block count as huge and those of the next do not, the larger ones get all weight."""
+    bound = (2.0**28 if dtype is torch.float16 else 2.0**30) / 1.4426950408889634
+    q, k, v = (torch.randn(1, 16, n, 16).to(dtype) for n in (queries, 1500, 1500))
+    steps = torch.linspace(0.01, 0.2, 16)
+    near, far = bound * (1 - steps), bound * (1 + steps)
+    first, second = (-far, -near) if upwards else (near, far)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.where(kv_idx < 700, first[h], second[h]) + score * 0.0
+
+    for needs in (False, True):
+        with torch.set_grad_enabled(needs):
+            out, lse = flex_attention(q.detach().requires_grad_(needs), k, v, mod, scale=1.0, return_lse=True)
+        wanted, exact, _ = dense_attention(q, k, v, mod, None, 1.0)
+        assert relative_error(out, wanted) < (1e-5 if dtype is torch.float32 else 2e-3)
+        assert relative_error(lse, exact) < 1e-6
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_rows_with_nothing_to_attend_to_at_first(queries):
+    """For whole blocks, and in all of them."""
+    q, k, v = (torch.randn(1, 2, n, 16) for n in (queries, 1500, 1500))
+    for first in (1400, 1500):
+        mask = lambda b, h, q_idx, kv_idx, first=first: (kv_idx >= first) | (h == 0)  # noqa: E731
+        found, exact = flex_attention(q, k, v, mask_mod=mask), dense_attention(q, k, v, None, mask)[0]
+        assert found.isfinite().all() and relative_error(found, exact) < 1e-5
+
+
+@pytest.mark.parametrize("width", [16, 129, 144, 200, 248, 512])
+def test_values_of_any_width_in_a_cache(width):
+    """Heads that share keys are rows of one tile, whose outputs lie one after another."""
+    lengths = torch.tensor([37, 300], dtype=torch.int32)
+    q, k, v = torch.randn(2, 8, 1, 24), torch.randn(2, 300, 2, 24), torch.randn(2, 300, 2, width)
+    out = cached_attention(q, k, v, lengths)
+    for b, n in enumerate(lengths.tolist()):
+        wanted = dense_attention(q[b : b + 1], k[b : b + 1, :n].transpose(1, 2), v[b : b + 1, :n].transpose(1, 2))[0]
+        assert relative_error(out[b : b + 1], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_few_queries_of_heads_with_lists_of_their_own(queries):
+    """Heads that share keys are then no rows of one tile."""
+    q, k, v = (torch.randn(1, h, n, 16) for h, n in ((4, queries), (2, 1500), (2, 1500)))
+    own = lambda b, h, q_idx, kv_idx: (kv_idx >= 300 * h) & (kv_idx < 300 * h + 400)  # noqa: E731
+    mask = create_block_mask(own, 1, 4, queries, 1500, "cpu")
+    out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    assert relative_error(out, dense_attention(q, k, v, None, own)[0]) < 1e-5
+    whole = BlockMask.from_kv_blocks(
+        mask.kv_num_blocks * 0, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, seq_lengths=(queries, 1500)
+    )
+    seen = whole.to_dense()[0].bool().repeat_interleave(128, 2)[:, :1, :1500]
+    out = flex_attention(q, k, v, block_mask=whole, enable_gqa=True)
+    wanted = dense_attention(q, k, v, None, lambda b, h, q_idx, kv_idx: seen[h, 0 * q_idx, kv_idx])[0]
+    assert relative_error(out, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1e4, 1e6, 1e8])
+def test_rows_whose_scores_are_all_large(size):
+    """Weights come of one multiply-add each, whatever -O a kernel is compiled with: its shift alone is rounded."""
+    q, k, v = torch.randn(3, 1, 2, 40, 16).unbind()
+    out = flex_attention(q, k, v, lambda s, b, h, m, n: s - size, scale=1.0)
+    wanted = dense_attention(q, k, v, lambda s, b, h, m, n: (s.float() - size).double(), None, 1.0)[0]
+    assert relative_error(out, wanted) < 2e-5

@@ -457,3 +457,13 @@ def test_queries_of_float8(device):
     out = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, causal=True)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, cached_attention(q.transpose(1, 2), cache, cache, lengths).transpose(1, 2))
+
+
+def test_pages_take_no_dropout():
+    """They would be attended to without it."""
+    q, pages = torch.zeros(3, 2, 16), torch.zeros(2, 8, 2, 16)
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+    call = lambda p: flash_attn_varlen_func(q, pages, pages, cu, cu, 3, 3, p, block_table=torch.zeros(1, 1, dtype=torch.int32))  # noqa: E731
+    assert not call(0.0).any()
+    with pytest.raises(NotImplementedError, match="dropout_p is 0.1; there is no dropout in this attention"):
+        call(0.1)

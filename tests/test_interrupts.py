@@ -179,3 +179,32 @@ def test_at_the_end_of_the_process_a_thread_that_comes_to_compile_ends(monkeypat
     thread.start()
     thread.join(10)
     assert ended == [True] and compiler._compiler._closed is False
+
+
+def seen_by_another(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_lock_that_an_interrupt_left_with_its_thread_is_given_back():
+    """By that thread's next turn, so that others need not wait until they find out."""
+    turn = Turn()
+    for _ in range(2):
+        assert turn._lock.acquire()  # and thrown out before `try`
+    assert not seen_by_another(turn.is_free)
+    assert turn.run(lambda: 3) == 3
+    assert seen_by_another(turn.is_free)
+
+
+def test_a_turn_inside_a_turn_leaves_the_lock():
+    turn = Turn()
+
+    def outer():
+        turn.run(lambda: None)
+        return seen_by_another(turn.is_free)
+
+    assert turn.run(outer) is False
+    assert seen_by_another(turn.is_free)

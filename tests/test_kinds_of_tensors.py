@@ -207,7 +207,9 @@ CALLS = {
 }
 
 
-FOLLOWING = {"flex_attention", "varlen_attention", "flash_attn_func", "scaled_dot_product_attention"}  # tests/test_functions.py
+FOLLOWING = {  # tests/test_functions.py
+    *("flex_attention", "varlen_attention", "flash_attn_func", "flash_attn_varlen_func", "scaled_dot_product_attention")
+}
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

@@ -240,3 +240,16 @@ def test_compiling_shows_the_line(own_directory, terminal, monkeypatch):
     monkeypatch.setattr(binary, "compile_source", slowly)
     assert binary.obtain("forward_causal_d16", (), (), {}, 0, lambda: None) == (None, True)
     assert left_of(terminal.getvalue()) == ""
+
+
+def test_what_is_soon_done_has_no_line(terminal, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    screen, work = progress._Screen(), progress._Work("compiling one")
+    screen.works.add(work)
+    now[0] = 100.1875
+    screen._draw()
+    assert terminal.getvalue() == ""
+    now[0] = 100.25
+    screen._draw()
+    assert left_of(terminal.getvalue()) == "flexpress: compiling one, 0 s"

@@ -239,11 +239,23 @@ def test_large_lists_are_as_wide_as_the_densest_row(device, monkeypatch):
 
 
 def test_small_lists_are_not_waited_for(monkeypatch):
-    """No number is read back from the device, for a mask, its transposed lists and a backward pass."""
-    monkeypatch.setattr(torch.Tensor, "tolist", None)
-    monkeypatch.setattr(torch.Tensor, "item", None)
-    mask = create_block_mask(mods.sliding_window(100), None, None, 512, 512, "cpu")
-    mask.as_transposed_lists()
+    """No number is read back from the device, for a mask, its transposed lists and a call that makes its mask, with its backward pass."""
+    q, k, v = (torch.randn(1, 2, 300, 16, requires_grad=True) for _ in range(3))
+    window = mods.sliding_window(100)
+
+    def all_of_it():
+        create_block_mask(window, None, None, 300, 300, "cpu").as_transposed_lists()
+        flex_attention(q, k, v, mask_mod=window).sum().backward()
+
+    all_of_it()  # tracing a mod folds constants by torch
+
+    def read(*_):
+        raise AssertionError("a number is read back")
+
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+            patch.setattr(torch.Tensor, name, read)
+        all_of_it()
 
 
 def test_capacity():

@@ -169,3 +169,12 @@ def test_export_for_any_length(strict):
     x = parts(17)
     for have, want in zip(made(*x), Merged()(*x), strict=True):
         torch.testing.assert_close(have, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parts_of_half_precision_alone_are_merged_in_float32(dtype):
+    """Also where lses have it, too; 4096 parts that are all the same add up to more than halves count."""
+    out, lse = merge_attention(torch.ones(4096, 3, 2, dtype=dtype), torch.zeros(4096, 3, dtype=dtype))
+    assert out.dtype == dtype and (out == 1).all()
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse, torch.full((3,), 4096.0).log(), rtol=0, atol=1e-6)

@@ -263,3 +263,13 @@ def test_bad_arguments_change_nothing(case):
     with pytest.raises(error, match=message):
         call(pool)
     assert vars(pool) == before
+
+
+@pytest.mark.parametrize("width", [2.0, True, "2"])
+def test_widths_that_are_no_numbers(width):
+    pool = PageAllocator(8, 4)
+    sequence = pool.allocate(4)
+    with pytest.raises(TypeError, match=f"width must be an integer, got {width!r}"):
+        pool.page_table([sequence], width)
+    with pytest.raises(ValueError, match="width is -1"):
+        pool.page_table([], -1)

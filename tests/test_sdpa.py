@@ -200,3 +200,16 @@ def test_errors_name_the_argument(case):
     call, error, words = BAD[case]
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("lead", [(2, 1, 1), (1, 3, 1), (2, 3, 1), (2, 1, 4), (1, 1, 4), (2, 1)])
+def test_a_mask_of_some_batch_dimensions(lead, dtype):
+    """Each of the others has it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 4, n, 8, generator=generator) for n in (5, 7, 7))
+    mask = torch.randn(*lead, 5, 7, generator=generator)
+    mask = mask > -0.5 if dtype == torch.bool else mask
+    if len(lead) == 2:
+        q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, mask), torchs(q, k, v, mask))

@@ -642,3 +642,19 @@ def test_registry():
         assert AttentionRegistry.get("mine") is mine
     finally:
         AttentionRegistry._known.pop("mine", None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["mha_with_cache", "flattened_mha_with_cache", "mha_with_paged_cache"])
+def test_sinks_of_a_layer(name, device):
+    """As cached_attention has them: the output of rows is less by what the sinks take."""
+    args, op, sinks = samples(device)[name], getattr(torch.ops.flexpress, name), torch.randn(HEADS, device=device)
+    copied = lambda: [t.clone() if isinstance(t, torch.Tensor) else t for t in args]  # noqa: E731
+    plain, none = op(*copied()), op(*copied(), sinks=torch.full((HEADS,), -torch.inf, device=device))
+    torch.testing.assert_close(none, plain)
+    heads = plain.unflatten(-1, (HEADS, -1)) if plain.ndim == 3 else plain
+    found = op(*copied(), sinks=sinks)
+    share = (found.unflatten(-1, (HEADS, -1)) if found.ndim == 3 else found) / heads
+    assert (share - share[..., :1]).abs().nan_to_num().max() < 1e-3 and ((share > 0) & (share < 1)).any()
+    with pytest.raises(ValueError, match=rf"sinks must have shape \({HEADS},\)"):
+        op(*copied(), sinks=sinks[:1])

@@ -465,3 +465,19 @@ def test_benchmark_measures_the_same_attention(score, monkeypatch):
     assert shared_prefix.LEAST_BYTES == 1 << 20 and shared_attention.LEAST_FILL == 0.5
     assert row["fill"] == 3 / 128 and row["shared_speedup"] == row["tiles_speedup"] == 1
     assert row["usual"] and row["saved_mb"] == 2 * 32 * 2 * 2 * 16 * 2 / 1e6 and 0 < row["error"] < 0.01
+
+
+def test_of_more_groups_than_there_is_room_for_those_that_save_most_are_kept():
+    """Neither the longest nor the largest: pages times members but one."""
+    pool, sequences, expected = PageAllocator(64, 4), [], {}
+    for pages, members in ((1, 4), (6, 2), (4, 3)):  # 3, 6 and 8 pages that are not read again
+        first = pool.allocate(pages * 4)
+        group = [first, *(pool.fork(first) for _ in range(members - 1))]
+        expected[pages] = range(len(sequences), len(sequences) + members)
+        sequences += group
+    for groups, kept in ((1, (4,)), (2, (6, 4)), (3, (1, 6, 4))):
+        shared = pool.shared_prefix(sequences, groups=groups)
+        assert shared.lengths.tolist() == [4 * pages for pages in kept]
+        starts = shared.starts.tolist()
+        found = [shared.order[a:b].tolist() for a, b in itertools.pairwise(starts)]
+        assert found == [[*expected[pages]] for pages in kept]

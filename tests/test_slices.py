@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexpress import BlockMask, cache_info, create_block_mask, create_mask, flex_attention, mods
 from support.block_lists import brute_force, check_lists
-from support.dense import positions
+from support.dense import dense_attention, positions, relative_error
 from support.devices import DEVICES
 from support.problems import MASK_MODS, mask_mods
 
@@ -383,3 +383,28 @@ def test_dense_reference_of_a_slice():
     b, h, q_idx, kv_idx = positions((1, 2, 32, 100), "cpu")
     queries = torch.tensor(block_positions([1, 4], 16, 100))
     assert torch.equal(part.mask_mod(b, h, q_idx, kv_idx).expand(1, 2, 32, 100)[0, 0], queries[:, None] >= torch.arange(100))
+
+
+def test_lists_without_a_mask_mod_that_are_cut():
+    """The last block becomes partial, so no kernel looks where keys end in full ones."""
+    counts, places = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 2, dtype=torch.int32)
+    full = torch.full_like(counts, 2), torch.tensor([[[[0, 1]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, places, *full, BLOCK_SIZE=64, seq_lengths=(64, 128)).adjust(64, 100)
+    assert mask._status().tolist() == [[[[2, 1]]]] and mask.as_lists().interior
+    q, k = torch.randn(1, 1, 64, 16), torch.randn(1, 1, 100, 16)
+    assert relative_error(flex_attention(q, k, k, block_mask=mask), dense_attention(q, k, k)[0]) < 1e-5
+
+
+def test_full_blocks_of_lists_that_are_cut():
+    """They stay full, whatever mask_mod would hide, and end where keys do."""
+    counts, places = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 2, dtype=torch.int32)
+    full = torch.full_like(counts, 2), torch.tensor([[[[0, 1]]]], dtype=torch.int32)
+    nothing = lambda b, h, q_idx, kv_idx: q_idx < 0  # noqa: E731
+    mask = BlockMask.from_kv_blocks(counts, places, *full, BLOCK_SIZE=64, mask_mod=nothing, seq_lengths=(64, 128)).adjust(64, 100)
+    assert mask._status().tolist() == [[[[2, 2]]]]
+    q, k, v = (torch.randn(1, 1, n, 16, requires_grad=True) for n in (64, 100, 100))
+    out, exact = flex_attention(q, k, v, block_mask=mask), dense_attention(q, k, v)[0]
+    assert relative_error(out, exact) < 1e-5
+    d_out = torch.randn_like(out)
+    for found, wanted in zip(*(torch.autograd.grad(o, (q, k, v), d_out.to(o.dtype)) for o in (out, exact)), strict=True):
+        assert relative_error(found, wanted) < 1e-5

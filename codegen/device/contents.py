@@ -64,7 +64,8 @@ def _add(entry: Entry, file: Path, size: int, used: float) -> None:
 
 def _describe(entry: Entry, note: dict) -> None:
     """What cache.py noted of the kernel when it was printed."""
-    entry.template, entry.mods = str(note.get("template", "")), tuple(map(str, note.get("mods", ())))
+    mods = note.get("mods")
+    entry.template, entry.mods = str(note.get("template", "")), tuple(map(str, mods if isinstance(mods, list) else ()))
     entry.made = note["made"] if isinstance(note.get("made"), float) else None
     if not entry.targets and "backend" in note:
         entry.targets.add(str(note["backend"]))

@@ -90,6 +90,7 @@ def flags() -> list[str]:
     found += [] if arm else ["-mprefer-vector-width=512", "-mno-avx512fp16"]
     # integers wrap around as torch's do; a * b + c is one operation; no function sets errno or traps
     found += ["-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+    found += ["-fexpensive-optimizations"]  # without which g++ makes none of vectors below -O2
     found += bfloat16_flags()
     found += ["-Xpreprocessor", "-fopenmp", "-lomp"] if apple else ["-fopenmp"]  # torch's own library, which the process has loaded
     libraries = Path(torch.__file__).parent / "lib"
