@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -35,13 +36,34 @@ def differentiable(bound: Bound, captured: list[torch.Tensor], output_max: bool,
     return _Attention.apply(bound, output_max, deterministic, bound.q, bound.k, bound.v, sinks, *captured)
 
 
+class Needed(NamedTuple):
+    """Which inputs of _Attention want a gradient."""
+
+    q: bool
+    k: bool
+    v: bool
+    sinks: bool
+    captured: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, ctx) -> Needed:
+        _, _, _, q, k, v, sinks, *captured = ctx.needs_input_grad
+        return cls(q, k, v, sinks, tuple(captured))
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        """The numbers of captured tensors."""
+        return frozenset([i for i, needed in enumerate(self.captured) if needed]) if self.captured else _NONE
+
+
 @runs_uncompiled
 class _Attention(torch.autograd.Function):
     """The forward pass, and a backward pass that recomputes the weights from Rows."""
 
     @staticmethod
     def forward(ctx, bound: Bound, output_max: bool, deterministic: bool, q, k, v, sinks, *captured):
-        before = functools.partial(begin, for_backward(bound, ctx.needs_input_grad[6]), _wanted(ctx), deterministic)
+        needed = Needed.of(ctx)
+        before = functools.partial(begin, for_backward(bound, needed.sinks), needed.wanted, deterministic)
         out, lse, max_scores, rows = forward(bound, output_max=output_max, output_rows=True, waits=deterministic, before=before)
         _, _, _, inputs, scale, score, mask, lists, transposed, options, extras = bound
         seed, places = (extras.seed, extras.places) if extras else (None, ())
@@ -55,8 +77,8 @@ class _Attention(torch.autograd.Function):
         ctx.count_all = len(captured) + len(mask_tensors)
         saved = q, k, v, out, rows.values, sinks, seed, *captured, *mask_tensors, *places
         ctx.dtypes, ctx.of_inference = [t if t is None else t.dtype for t in saved], {}
-        if len(saved) > 7 or seed is not None or sinks is not None:  # autograd saves no tensor of inference mode, which has no version
-            ctx.of_inference = {i: t for i, t in enumerate(saved[5:], 5) if t is not None and t.is_inference()}
+        if extras or captured or mask_tensors:  # autograd saves no tensor of inference mode, which has no version
+            ctx.of_inference = {i: t for i, t in enumerate(saved) if t is not None and t.is_inference()}
             saved = [None if i in ctx.of_inference else t for i, t in enumerate(saved)] if ctx.of_inference else saved
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
@@ -91,16 +113,10 @@ class _Attention(torch.autograd.Function):
             return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out.detach(), values), mask_tensors)
         d_out = torch.zeros_like(out) if d_out is None else dense("gradient of flex_attention's output", d_out)
         d_lse = None if d_lse is None else dense("gradient of flex_attention's lse", d_lse)
-        rows, deterministic = Rows(values, ctx.raw, ctx.provisional), ctx.deterministic
-        dq, dk, dv, of_captured, of_sinks = backward(
-            for_backward(bound, ctx.needs_input_grad[6]),
-            *(out, rows, d_out, d_lse),
-            wanted=_wanted(ctx),
-            deterministic=deterministic,
-            waits=deterministic,
-        )
-        of_q, of_k, of_v = ctx.needs_input_grad[3:6]
-        found = [dq if of_q else None, dk if of_k else None, dv if of_v else None, of_sinks if ctx.needs_input_grad[6] else None]
+        rows, needed = Rows(values, ctx.raw, ctx.provisional), Needed.of(ctx)
+        options = {"wanted": needed.wanted, "deterministic": ctx.deterministic, "waits": ctx.deterministic}
+        *found, of_captured, of_sinks = backward(for_backward(bound, needed.sinks), out, rows, d_out, d_lse, **options)
+        found = [g if wanted else None for g, wanted in zip((*found, of_sinks), needed, strict=False)]
         if captured:
             reached = reached_by_gradients(score[0])
             found += [of_captured.get(i) if i in reached else None for i in range(ctx.count)]
@@ -120,29 +136,22 @@ def _differentiable(ctx, bound: Bound, given: tuple, mask_tensors: list[torch.Te
     problem = Problem(bound.scale, bound.options, *numbers, bound.lists, **kept)
     others = (t.clone() if t.is_inference() else t for t in (*bound.captured, *mask_tensors))  # as these are saved once more
     x = bound.q, bound.k, bound.v, *others
-    needed = [*ctx.needs_input_grad[3:6], *ctx.needs_input_grad[7:], *(False for _ in mask_tensors)]
-    of_sinks = None
+    needed, of_sinks = Needed.of(ctx), None
+    of_x = [*needed[:3], *needed.captured, *(False for _ in mask_tensors)]
     if sinks is not None:  # a function of attention without them, of which nothing was kept
         out, lse, _, values = Attention.apply(problem, *x)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_out, d_lse, of_sinks = before_sinks(out, lse, sinks, d_out, d_lse)
-    q, k, v, *captured = gradients_of(problem, (out, values, *x), d_out, d_lse, needed)[: 3 + ctx.count]
-    return [q, k, v, of_sinks if ctx.needs_input_grad[6] else None, *captured]
+    q, k, v, *captured = gradients_of(problem, (out, values, *x), d_out, d_lse, of_x)[: 3 + ctx.count]
+    return [q, k, v, of_sinks if needed.sinks else None, *captured]
 
 
-def _wanted(ctx) -> frozenset[int]:
-    """Which captured tensors want a gradient."""
-    if len(ctx.needs_input_grad) == 7:
-        return _NONE
-    return frozenset([i for i, needed in enumerate(ctx.needs_input_grad[7:]) if needed])
-
-
-def once(gradients: list[torch.Tensor | None], inputs: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
-    """Gradients with respect to inputs. With create_graph=True what is made of them must not pass for differentiable."""
+def once(gradients: list[torch.Tensor | None], inputs: tuple[torch.Tensor | None, ...], words: str = ONCE) -> list[torch.Tensor | None]:
+    """Gradients with respect to inputs. With create_graph=True what is made of them must not pass for differentiable: `words` say so."""
     if not torch.is_grad_enabled():
         return gradients
     anchor = next(t for t in inputs if t is not None and t.requires_grad)
-    return [g if g is None else Refusing.apply(anchor, g, ONCE) for g in gradients]
+    return [g if g is None else Refusing.apply(anchor, g, words) for g in gradients]
 
 
 @runs_uncompiled

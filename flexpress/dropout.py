@@ -49,7 +49,9 @@ def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout 
 def refuse_over_devices(dropout: Dropout | None, context, query: torch.Tensor) -> None:
     """Raises NotImplementedError for dropout where several devices compute."""
     if dropout is not None and (context is not None or is_distributed(query)):
-        raise NotImplementedError("dropout_p of DTensors, or with context=, is not there: leave it out, or drop what attention returns")
+        raise NotImplementedError(
+            "dropout_p is not supported for DTensors, and with context=: leave it out, or drop elements of what attention returns"
+        )
 
 
 def readable_seed(seed: torch.Tensor) -> torch.Tensor:

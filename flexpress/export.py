@@ -86,7 +86,9 @@ def export(
     backward = None if backward is None else flag("backward", backward)
     checks.check_tensors(query, key, value, enable_gqa)
     if query.dtype == FLOAT8:
-        raise NotImplementedError("exported files are not there for float8; export with query, key and value of bfloat16, which holds it")
+        raise NotImplementedError(
+            "query is float8, which exported files do not support; export with query, key and value of bfloat16, which holds it"
+        )
     call = _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_mod, backward, target)
     refuse_layout(layout, call.target)
     kind = CppFile if call.target == "cpu" else AttentionFile

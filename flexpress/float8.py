@@ -26,7 +26,7 @@ from .codegen.run.values_by_keys import by_keys
 
 FLOAT8 = torch.float8_e4m3fn
 NO_GRADIENTS = "attention of float8 has no gradients: call it under torch.no_grad(), or convert query, key and value"
-NOT_OF_FLOAT8 = "entropy, top_index and column_sums are not there for float8: convert query and key, key.to(torch.bfloat16)"
+NOT_OF_FLOAT8 = "entropy, top_index and column_sums are not supported for float8: convert query and key, key.to(torch.bfloat16)"
 ONE_TILE = 64  # queries, for which V is read once: a copy would take longer than turning its tiles in the kernel
 WORTH_A_COPY = 1024  # queries and keys: what products of 16 bits in the kernel for Hopper save is more than copies take
 MULTIPLIED = ("sm_90", "sm_100")  # architectures of which kernels multiply 8 bits
@@ -107,13 +107,15 @@ def refuse_gradients(*tensors: torch.Tensor | None) -> None:
 def refuse_transformed(query: torch.Tensor) -> None:
     """Raises NotImplementedError for float8 inside of transforms."""
     if isinstance(query, torch.Tensor) and query.dtype == FLOAT8:
-        raise NotImplementedError("float8 is not there inside transforms of torch.func, or in forward mode: convert query, key and value")
+        raise NotImplementedError(
+            "float8 is not supported inside transforms of torch.func, and in forward mode: convert query, key and value"
+        )
 
 
 def refuse_float8_over_devices(query: torch.Tensor, given: Quantised | None) -> None:
     """Raises NotImplementedError for float8 where several devices compute."""
     if given is not None or query.dtype == FLOAT8:
-        raise NotImplementedError("float8 as DTensors, or with context=, is not there: convert query, key and value")
+        raise NotImplementedError("float8 is not supported for DTensors, and with context=: convert query, key and value")
 
 
 def read_scales(given: Quantised | None) -> tuple[tuple[str, Scales], ...]:

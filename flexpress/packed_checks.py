@@ -65,8 +65,8 @@ def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
 def check_same_sequences(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got shapes {tuple(cu_seqlens_q.shape)} and "
-            f"{tuple(cu_seqlens_k.shape)}; a sequence without tokens repeats the number before it"
+            "cu_seqlens_q and cu_seqlens_k must be of as many sequences, and so of the same length, got shapes "
+            f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}; a sequence without tokens repeats the number before it"
         )
 
 

@@ -143,7 +143,7 @@ class PageAllocator:
         width = most if width is None else whole("width", width)
         if width < most:
             sequence = next(s for s, row in zip(sequences, rows, strict=True) if len(row) == most)
-            raise ValueError(f"width is {width}, but sequence {sequence} has {most} pages")
+            raise ValueError(f"width is {width}, but sequence {sequence} has {most} pages: pass {most} or more, or leave it out")
         table = [row + [-1] * (width - len(row)) for row in rows]
         return torch.tensor(table, dtype=torch.int32, device="cpu").reshape(len(rows), width).to(device)
 

@@ -28,6 +28,10 @@ NOT_OVER_DEVICES = (
     "entropy, top_index and column_sums are not known where keys or heads lie on several devices: leave them out of return_aux, or call "
     "flex_attention with ordinary tensors and without context="
 )
+LOOKED_ONCE = (
+    "entropy and column_sums of return_aux are differentiable once: their gradients have no derivative. Detach the gradient, or compute "
+    "what is to be differentiated twice by dense attention"
+)
 
 
 def wanted_of(return_aux) -> Wanted:
@@ -43,7 +47,10 @@ def look(call, wanted: Wanted, deterministic: bool) -> Statistics:
     learned = call.q, call.k, *call.captured, *(() if sinks is None else (sinks,))
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in learned):
         return statistics(call, wanted)
-    call = call._replace(score=call.score and (call.score[0], [*map(apart, call.captured), *call.score[1][len(call.captured) :]]))
+    if call.score is not None:
+        graph, values = call.score
+        count = len(graph.tensors)
+        call = call._replace(score=(graph, [*map(apart, values[:count]), *values[count:]]))
     alone, inputs, mask_tensors = parts_of_call(call)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     found = iter(_Looked.apply(call, alone, wanted, deterministic, mask_tensors, *inputs))
@@ -52,12 +59,18 @@ def look(call, wanted: Wanted, deterministic: bool) -> Statistics:
 
 def parts_of_call(call: Bound) -> tuple[Bound, tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
     """A call without tensors, whose mods have numbers alone; q, k, sinks or None, and what score_mod captures; what mask_mod captures."""
-    graph, values = call.mask or (None, [])
-    mask_tensors = values[: len(graph.tensors)] if graph else []
-    numbers = call.score and (call.score[0], call.score[1][len(call.captured) :]), graph and (graph, values[len(mask_tensors) :])
-    transposed = call.transposed and (lambda _: call.transposed(call.mask))
-    alone = call._replace(q=None, k=None, v=None, score=numbers[0], mask=numbers[1], transposed=transposed, extras=None)
-    return alone, (call.q, call.k, call.extras and call.extras.sinks, *call.captured), mask_tensors
+    captured, bound_mask, transposed = call.captured, call.mask, call.transposed
+    mask_tensors = bound_mask[1][: len(bound_mask[0].tensors)] if bound_mask else []
+    alone = call._replace(
+        q=None,
+        k=None,
+        v=None,
+        score=call.score and (call.score[0], call.score[1][len(captured) :]),
+        mask=bound_mask and (bound_mask[0], bound_mask[1][len(mask_tensors) :]),
+        transposed=transposed and (lambda _: transposed(bound_mask)),
+        extras=None,
+    )
+    return alone, (call.q, call.k, call.extras and call.extras.sinks, *captured), mask_tensors
 
 
 @runs_uncompiled
@@ -83,7 +96,7 @@ class _Looked(torch.autograd.Function):
         inputs, mask_tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         with torch.no_grad():
             found = gradients(ctx.call, inputs, mask_tensors, d_entropy, d_sums, ctx.needs_input_grad[5:], ctx.deterministic)
-        return None, None, None, None, None, *once(found, inputs)
+        return None, None, None, None, None, *once(found, inputs, LOOKED_ONCE)
 
 
 def gradients(call: Bound, inputs, mask_tensors, d_entropy, d_sums, needs, deterministic: bool) -> list[torch.Tensor | None]:

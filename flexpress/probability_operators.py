@@ -12,7 +12,7 @@ import torch
 
 from flexpress.custom_ops import operator_of_mods
 from flexpress.operators import call_of, gradient_like, laid_out_as, no_gradients
-from flexpress.probabilities import gradients, parts_of_call
+from flexpress.probabilities import LOOKED_ONCE, gradients, parts_of_call
 from flexpress.programs import Captures, read_program
 
 from .codegen.device.counters import nothing_kept
@@ -95,7 +95,7 @@ def _learned(query, key, tensors: list, wanted: list[int], sinks) -> list[torch.
 
 
 def _refuse(ctx, *_):
-    raise NotImplementedError("entropy and column_sums of return_aux are differentiable once where torch records them as operators")
+    raise NotImplementedError(LOOKED_ONCE)
 
 
 probability_gradients.register_autograd(_refuse)

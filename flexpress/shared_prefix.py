@@ -300,7 +300,7 @@ def shared_prefix_of(
     longest = max(count for count, _ in found)
     width = longest if width is None else whole("width", width, 1)
     if width < longest:
-        raise ValueError(f"width is {width}, but sequences share {longest} pages")
+        raise ValueError(f"width is {width}, but sequences share {longest} pages: pass {longest} or more, or leave it out")
     rest, members = groups - len(found), [number for _, numbers in found for number in numbers]
     starts = [0]
     for _, numbers in found:

@@ -31,7 +31,7 @@ def flatten(sequences) -> tuple[list[int], torch.Tensor]:
         and not ids.is_floating_point()
         and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31
     ):
-        raise ValueError("sequences has an id that does not fit int32")
+        raise ValueError(f"sequences has an id that does not fit int32: ids go from {int(ids.min())} to {int(ids.max())}")
     return lengths, ids
 
 

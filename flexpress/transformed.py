@@ -41,8 +41,8 @@ class Transformed(NamedTuple):
     def look(self, *_) -> NoReturn:
         """Refuses entropy, top_index and column_sums."""
         raise NotImplementedError(
-            "entropy, top_index and column_sums of return_aux are not there inside transforms of torch.func, or in forward mode: ask for "
-            "them outside, of detached tensors"
+            "entropy, top_index and column_sums of return_aux are not supported inside transforms of torch.func, and in forward mode: ask "
+            "for them outside"
         )
 
 

@@ -263,7 +263,7 @@ def test_kernels_find_scales_at_a_place_that_suits_them():
         (dict(out_dtype=torch.float64), TypeError, "out_dtype is torch.float64; it must be torch.bfloat16"),
         (dict(kernel_options={"PRESCALE_QK": True}), ValueError, "PRESCALE_QK.* would round query"),
         (dict(dropout_p=0.5), NotImplementedError, "dropout_p is for training"),
-        (dict(return_aux=AuxRequest(entropy=True)), NotImplementedError, "are not there for float8"),
+        (dict(return_aux=AuxRequest(entropy=True)), NotImplementedError, "are not supported for float8"),
     ],
 )
 def test_bad_arguments(given, error, words):
@@ -282,7 +282,7 @@ def test_bad_tensors():
         flex_attention(*(t.float() for t in (q, k, v)), k_scale=torch.ones(2))
     with pytest.raises(TypeError, match="out_dtype is for float8_e4m3fn, but query has torch.float32"):
         flex_attention(*(t.float() for t in (q, k, v)), out_dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="exported files are not there for float8"):
+    with pytest.raises(NotImplementedError, match="query is float8, which exported files do not support"):
         export(q, k, v)
     with pytest.raises(ValueError, match=r"q_scale must have one element or shape \(2,\)"):
         varlen_attention(*(t[0].transpose(0, 1) for t in (q, k, v)), torch.tensor([0, 3, 8]), q_scale=torch.ones(2, 1))
@@ -303,7 +303,7 @@ def test_gradients_are_refused():
             call()
         with torch.no_grad():
             call()
-    with pytest.raises(NotImplementedError, match="float8 is not there inside transforms"):
+    with pytest.raises(NotImplementedError, match="float8 is not supported inside transforms"):
         torch.func.vmap(flex_attention)(*(t[None] for t in (q, k, v)))
 
 

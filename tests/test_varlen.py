@@ -234,7 +234,11 @@ BAD = {
     "end": (dict(cu_seqlens_q=offsets([12, 7])), ValueError, r"got \[0, 12, 19\]; torch.nn.functional.pad"),
     "falling": (dict(cu_seqlens_k=offsets([30, -10])), ValueError, r"cu_seqlens_k must be 0 and then .* got \[0, 30, 20\]"),
     "many": (dict(cu_seqlens_q=offsets(range(10))), ValueError, r"got \[0, 0, 1, 3, \.\.\., 45\]"),
-    "sequences": (dict(cu_seqlens_k=offsets([20])), ValueError, r"as many sequences, got shapes \(3,\) and \(2,\)"),
+    "sequences": (
+        dict(cu_seqlens_k=offsets([20])),
+        ValueError,
+        r"as many sequences, and so of the same length, got shapes \(3,\) and \(2,\)",
+    ),
     "option": (dict(kernel_options={"BLOK_M": 64}), ValueError, r"no 'BLOK_M'"),
     "scale": (dict(scale="big"), TypeError, r"scale must be a number, got str"),
     "no function": (dict(score_mod=3), TypeError, r"score_mod must be a function, got int"),
