@@ -2045,7 +2045,7 @@ VARIOUS = [
         "flexpress/sinks.py",
         "before, found = before + d_lse * share, found + d_lse * of_sink",
         "before, found = before + d_lse, found + d_lse * of_sink",
-        named("sinks_derivatives", "second"),
+        named("sinks_derivatives", "without_keys"),
         "second derivatives take all of the gradient of lse for that of the keys",
     ),
     Mutant(
@@ -2087,7 +2087,7 @@ VARIOUS = [
         "codegen/run/statistics.py",
         "wanted, extras.sinks)",
         "wanted)",
-        named("probabilities", "any_problem"),
+        named("probabilities", "kernels_of_their_own"),
         "a call with sinks gets the kernel of one without",
     ),
     Mutant(

@@ -58,6 +58,16 @@ def test_entropy_of_known_distributions(device, poisoned_memory):
     assert none.entropy.shape == none.top_index.shape == (1, 1, 0) and not none.column_sums.any()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_calls_with_sinks_have_kernels_of_their_own(device, poisoned_memory):
+    """Of the same tensors with, without, and with others of another dtype."""
+    q, k = torch.randn(1, 2, 40, 16, device=device), torch.randn(1, 2, 50, 16, device=device)
+    logits = torch.tensor([0.5, 3.0], device=device)
+    for sinks in (None, logits, None, logits.bfloat16(), -logits):
+        _, aux = flex_attention(q, k, k, sinks=sinks, return_aux=ALL)
+        assert_right(aux, q, k, sinks=sinks, close=2e-5 if device == "cpu" else 3e-3)
+
+
 def test_evicting_keys_that_nobody_looks_at():
     """What has no weight may go: the output stays."""
     torch.manual_seed(0)

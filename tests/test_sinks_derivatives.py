@@ -89,7 +89,8 @@ def test_a_backward_pass_inside_a_transform(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("masked", [False, True])
-def test_rows_without_keys_and_sinks_without_weight(masked, device):
+@pytest.mark.parametrize("by", ["create_graph", "torch.func"])
+def test_rows_without_keys_and_sinks_without_weight(by, masked, device):
     """Second derivatives are finite there, and those of the other rows are not touched; a sink as large as lse is no corner either."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 3, n, 8, generator=generator).to(device) for n in (5, 4, 4))
@@ -99,10 +100,14 @@ def test_rows_without_keys_and_sinks_without_weight(masked, device):
         return kv_idx < q_idx - (q_idx == 4).int()  # none of query 0, 3 of query 4, whose scores are 0 in head 2
 
     def second(attend, *x):
+        def loss(*x):
+            out, lse = attend(*x)
+            return out.square().sum() + torch.where(lse == -math.inf, 0.0, lse).square().sum()
+
+        if by == "torch.func":
+            return grad(lambda *x: sum(g.square().sum() for g in grad(loss, (0, 1, 2, 3))(*x)), (0, 1, 2, 3))(*x)
         x = [t.detach().requires_grad_() for t in x]
-        out, lse = attend(*x)
-        lse = torch.where(lse == -math.inf, 0.0, lse)
-        first = torch.autograd.grad((out.square().sum() + lse.square().sum()), x, create_graph=True)
+        first = torch.autograd.grad(loss(*x), x, create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in first), x)
 
     mask = {"block_mask": create_block_mask(seen, None, None, 5, 4, device)} if masked else {"mask_mod": seen}

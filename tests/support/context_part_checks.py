@@ -269,7 +269,10 @@ def sinks_that_one_rank_lacks():
     sinks = distribute_tensor(torch.randn(4), mesh, [Shard(0)])
     for more, words in (
         ({"sinks": None}, "rank 1 has another sinks than rank 0: None, not"),
-        ({"sinks": sinks, "dropout_p": 0.1}, "dropout_p is not supported for DTensors" if rank else "rank 1 has raised NotImplementedError: dropout_p"),
+        (
+            {"sinks": sinks, "dropout_p": 0.1},
+            "dropout_p is not supported for DTensors" if rank else "rank 1 has raised NotImplementedError: dropout_p",
+        ),
     ):
         plan = ContextPlan(mesh, 256, mask_mod=mods.causal, device=here())
         given = [distribute_tensor(in_order(plan, t), mesh, [Shard(2)]) for t in tensors(256, Hq=4, Hkv=4)]
