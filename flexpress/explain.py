@@ -14,6 +14,7 @@ from flexpress.dropout import read_dropout, refuse_over_devices
 from flexpress.float8 import quantised, refuse_float8_over_devices
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.plain_arguments import flag
+from flexpress.varlen import packed_call
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import why_every_call
@@ -45,15 +46,18 @@ def explain(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
 ) -> str:
-    """Which kernels flex_attention chooses for these arguments, and why not those that come first: a line each for forward and backward.
+    """Which kernels flex_attention, or with cu_seqlens_q varlen_attention, chooses for these arguments, and why not those that come first:
+    a line each for forward and backward.
 
         forward   HOPPER; not DECODE: query has 4096 positions, more than 16
         backward  PORTABLE; not HOPPER: deterministic: programs add to dQ in any order
 
     "HOPPER" are the kernels for sm_90 alone, "PORTABLE" those for any device, "DECODE" the one for few queries, "CPP" those for CPUs, in
-    C++. The arguments are those of flex_attention, except context, return_lse and return_aux. There is a line for the backward pass where
-    a tensor wants a gradient (requires_grad), a captured one or sinks, too.
+    C++. The arguments are those of flex_attention, or of varlen_attention, except context, return_lse and return_aux. There is a line for
+    the backward pass where a tensor wants a gradient (requires_grad), a captured one or sinks, too.
     Where a kernel is still being compiled beside the program, and one that compiles fast serves meanwhile, its line says so.
     A mod that has to be traced at every call, which takes some tenths of a millisecond, has a line that says why.
     Nothing is compiled or run but what a mask_mod's block lists need; that a kernel spills too many registers, or does not compile, is
@@ -72,6 +76,12 @@ def explain(
         refuse_float8_over_devices(query, float8)
         refuse_over_devices(dropout, None, query)
         _, call = bound_shard(*arguments, sinks)
+    elif cu_seqlens_q is not None or cu_seqlens_k is not None:
+        check_values("explain", query=query, key=key, value=value)
+        if block_mask is not None:
+            raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
+        of_tokens, extras = (query, key, value, cu_seqlens_q, cu_seqlens_k), {"sinks": sinks, "dropout": dropout, "quantised": float8}
+        call = packed_call(*of_tokens, score_mod, mask_mod, scale, kernel_options, **extras)  # type: ignore[assignment]
     else:
         check_values("explain", query=query, key=key, value=value)
         # of tensors with values it is no Recorded

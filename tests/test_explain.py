@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import create_block_mask, explain, flex_attention, mods
+from flexpress import create_block_mask, explain, flex_attention, mods, varlen_attention
 from flexpress.codegen import registry
 from flexpress.codegen.device import binary
 from flexpress.codegen.plan import hopper_backward, hopper_forward
@@ -232,6 +232,24 @@ def test_on_the_cpu():
     assert "not HOPPER: the kernel for Hopper needs sm_90, this is cpu" in text and "interpreter" in text
     with pytest.raises(ValueError, match="needs sm_90"):
         flex_attention(*tensors(), kernel_options={"BACKEND": "HOPPER"})
+
+
+def test_packed_sequences(launched):
+    """As varlen_attention chooses: of dropout, by their lengths."""
+    q, k, v = (torch.zeros(1024, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    for lengths, dropout_p, reason in (([300, 500, 224], 0.1, None), ([8] * 128, 0.0, None), ([8] * 128, 0.1, "dropout")):
+        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        options = {"mask_mod": mods.causal, "sinks": torch.zeros(4), "dropout_p": dropout_p}
+        found = explain(q, k, v, cu_seqlens_q=ends, **options).splitlines()
+        assert [line.split()[1].rstrip(";") for line in found] == ["HOPPER" if reason is None else "PORTABLE"] * 2
+        assert reason is None or all(reason in line for line in found)
+        launched.clear()
+        varlen_attention(q, k, v, ends, **options).sum().backward()
+        assert any(name.startswith("hopper_backward") for name in launched) == (reason is None)
+    with pytest.raises(ValueError, match="varlen_attention takes no block_mask"):
+        explain(q, k, v, block_mask=create_block_mask(mods.causal, None, None, 256, 256, device="cpu"), cu_seqlens_q=ends)
+    with pytest.raises((TypeError, ValueError), match="cu_seqlens_q must say where sequences are"):
+        explain(q, k, v, cu_seqlens_k=ends)
 
 
 def test_sinks_that_learn_alone():
