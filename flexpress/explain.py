@@ -86,6 +86,15 @@ def explain(
         check_values("explain", query=query, key=key, value=value)
         # of tensors with values it is no Recorded
         call = bound(*arguments, sinks=sinks, dropout=dropout, quantised=float8)  # type: ignore[assignment]
+    lines, interpreted = _choices(call, deterministic)
+    lines += _traced_at_every_call(score_mod, getattr(block_mask, "mask_mod", None) if mask_mod is None else mask_mod)
+    if interpreted:
+        lines.append("on the CPU these kernels run in Triton's interpreter, for tests")
+    return "\n".join(lines)
+
+
+def _choices(call: Bound, deterministic: bool) -> tuple[list[str], bool]:
+    """A line for the forward pass and, if there may be one, for the backward pass; are kernels for GPUs interpreted?"""
     keys = keys_of(call.score, call.mask, call.inputs.extents, call.lists)
     sinks = call.extras and call.extras.sinks
     learned = (call.q, call.k, call.v, *call.captured, *(() if sinks is None else (sinks,)))
@@ -97,10 +106,7 @@ def explain(
         later, raw = for_backward(call, sinks is not None and sinks.requires_grad), leaves_raw(choice.candidate, seen)
         chosen, itself_awaited = _backward_choice(later, keys, raw, deterministic)
         lines.append(_line("backward", chosen, awaited or itself_awaited))
-    lines += _traced_at_every_call(score_mod, getattr(block_mask, "mask_mod", None) if mask_mod is None else mask_mod)
-    if seen.arch == "cpu" and choice.candidate.name != "CPP":
-        lines.append("on the CPU these kernels run in Triton's interpreter, for tests")
-    return "\n".join(lines)
+    return lines, seen.arch == "cpu" and choice.candidate.name != "CPP"
 
 
 def _backward_choice(call: Bound, keys: tuple, raw: bool, deterministic: bool) -> tuple[Choice, bool]:
