@@ -10,6 +10,7 @@ graph_mod    a graph in place of a function
 graph_text   graphs as texts
 folded       mods of many calls as one
 scaled       a score_mod times one more captured tensor
+rewriting    nodes that are made of a graph's
 integers     how large integers of a mod may be
 wide         arithmetic of indices that leaves int32
 errors       what goes wrong

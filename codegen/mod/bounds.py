@@ -17,11 +17,12 @@ import torch
 
 from .current import Operations, Run
 from .dtypes import wrapped
-from .expr import MASK_SYMBOLS, Expr, ExprTable, SourceLine
+from .expr import MASK_SYMBOLS, Expr, ExprTable
 from .nodes import apply, cast
 from .op import Op, kind
 from .ops import OPS, row_of
 from .ranges import UNKNOWN, either, quotients, same
+from .rewriting import RewriteRun
 from .symbols import Sym
 
 LARGEST_INDEX = (1 << 31) - 2
@@ -63,17 +64,12 @@ def _dtype_of(low: float, high: float) -> torch.dtype:
     raise TooLarge
 
 
-class BoundsRun(Run):
-    """Nodes of bounds: exact integers, simplified, and marked with the line of the mask's node at hand."""
-
-    line: SourceLine | None = None
+class BoundsRun(RewriteRun):
+    """Nodes of bounds: exact integers, simplified."""
 
     def __init__(self, kind: str, table: ExprTable, operations: Operations) -> None:
         super().__init__(kind, table, operations)
         self.ranges: dict[int, tuple[float, float]] = {}
-
-    def source(self) -> SourceLine | None:
-        return self.line
 
     def simplified(self, op: str, operands: list[Expr]) -> Expr | None:
         row = OPS[op]

@@ -10,8 +10,8 @@ from ..registry import remembered
 from .current import WEAK_DTYPE
 from .dispatch import OPERATIONS
 from .expr import Expr, ExprTable, ModGraph, ScalarCapture, walk
-from .grad import DerivedRun
 from .nodes import cast
+from .rewriting import SimplifyingRun
 from .symbols import Sym
 from .trace import known_graph
 
@@ -23,7 +23,7 @@ def folded_graph(graph: ModGraph, mapped: frozenset[int]) -> ModGraph:
     name = "examples"
     while name in {c.name for c in (*graph.tensors, *graph.scalars)}:
         name += "_"
-    run, made = DerivedRun(graph.kind, ExprTable(), OPERATIONS), {}
+    run, made = SimplifyingRun(graph.kind, ExprTable(), OPERATIONS), {}
     with run.active():
         for node in walk(graph.result):
             run.line = node.source
@@ -33,7 +33,7 @@ def folded_graph(graph: ModGraph, mapped: frozenset[int]) -> ModGraph:
     return known_graph(graph.kind, graph.name, graph.origin, made[id(graph.result)], tensors, scalars)
 
 
-def _folded(run: DerivedRun, node: Expr, args: tuple[Expr, ...], graph: ModGraph, mapped: frozenset[int]) -> Expr:
+def _folded(run: SimplifyingRun, node: Expr, args: tuple[Expr, ...], graph: ModGraph, mapped: frozenset[int]) -> Expr:
     if node.op == "symbol" and node.attr == "b":
         quotient = Sym(node) // _examples(run, graph)
         return cast(quotient, node.dtype).expr
@@ -43,5 +43,5 @@ def _folded(run: DerivedRun, node: Expr, args: tuple[Expr, ...], graph: ModGraph
     return run.table.make(node.op, args, node.dtype, node.attr, node.weak, node.source)
 
 
-def _examples(run: DerivedRun, graph: ModGraph) -> Sym:
+def _examples(run: SimplifyingRun, graph: ModGraph) -> Sym:
     return Sym(run.table.make("scalar", (), WEAK_DTYPE[int], attr=len(graph.scalars), weak=True))

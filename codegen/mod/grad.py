@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .current import Run
 from .dispatch import OPERATIONS
-from .expr import Expr, ExprTable, ModGraph, SourceLine, walk
+from .expr import Expr, ExprTable, ModGraph, walk
 from .nodes import cast
-from .ops import OPS, row_of
+from .ops import row_of
+from .rewriting import SimplifyingRun, is_number
 from .symbols import Sym
 
 
@@ -37,7 +37,7 @@ def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
     """The derivatives of a score_mod's result in the score, and in what it loads of the `wanted` tensors (indices of graph.tensors)."""
     nodes = walk(graph.result)
     varies = _differentiable(nodes, wanted)
-    run = DerivedRun(graph.kind, ExprTable(nodes), OPERATIONS)
+    run = SimplifyingRun(graph.kind, ExprTable(nodes), OPERATIONS)
     gradients: dict[int, Expr] = {}
     if id(graph.result) in varies:
         gradients[id(graph.result)] = run.table.make("symbol", (), torch.float32, attr="grad", source=graph.result.source)
@@ -51,7 +51,7 @@ def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
                 if rule is None or id(operand) not in varies:
                     continue
                 more = rule(g, *operands, Sym(node))
-                if not _is(more.expr, 0):
+                if not is_number(more.expr, 0):
                     sofar = gradients.get(id(operand))
                     gradients[id(operand)] = more.expr if sofar is None else (Sym(sofar) + more).expr
         found = {id(n): cast(Sym(gradients[id(n)]), torch.float32).expr for n in nodes if n.op in _LEFT and id(n) in gradients}
@@ -86,31 +86,3 @@ def _differentiable(nodes: list[Expr], wanted: frozenset[int]) -> set[int]:
         if varies:
             found.add(id(node))
     return found
-
-
-class DerivedRun(Run):
-    """Nodes made of those of a traced graph, as derivatives are: simplified, and marked with the line of the node at hand."""
-
-    line: SourceLine | None = None
-
-    def source(self) -> SourceLine | None:
-        return self.line
-
-    def simplified(self, op: str, operands: list[Expr]) -> Expr | None:
-        row = OPS[op]
-        if row.chooses and operands[0].is_literal:
-            return operands[1] if operands[0].attr else operands[2]
-        if row.involution and operands[0].op == op:
-            return operands[0].args[0]
-        if len(operands) != 2 or all(o.is_literal for o in operands):
-            return None
-        if type(row.absorbing) is int and any(_is(o, row.absorbing) for o in operands):
-            return self.table.make("literal", (), torch.float32, attr=float(row.absorbing))
-        for neutral, o, other in zip(row.neutral, operands, operands[::-1], strict=True):
-            if neutral is not None and _is(o, neutral) and other.dtype.is_floating_point and not row.jumps:
-                return other
-        return None
-
-
-def _is(node: Expr, number: int) -> bool:
-    return node.is_literal and node.attr == number

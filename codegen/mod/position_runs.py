@@ -15,11 +15,11 @@ from ..registry import remembered
 from .dispatch import OPERATIONS
 from .dtypes import operand_dtypes
 from .expr import Expr, ExprTable, ModGraph, symbols_in, walk
-from .grad import DerivedRun
 from .index_range import value_range
 from .nodes import cast
 from .op import kind
 from .ops import OPS, row_of
+from .rewriting import SimplifyingRun
 from .rows_runs import BOUNDED, WITHIN
 from .symbols import Sym
 
@@ -43,7 +43,7 @@ def as_run(graph: ModGraph, axis: str, ends: bool) -> ModGraph:
     For positions that are smaller than INDEX_BOUND.
     """
     parts = _parts(graph.result)
-    run = DerivedRun(graph.kind, ExprTable(walk(graph.result)), OPERATIONS)
+    run = SimplifyingRun(graph.kind, ExprTable(walk(graph.result)), OPERATIONS)
     with run.active():
         run.line = graph.result.source
         found = [_bounds(run, part, axis) for part in parts]
@@ -76,7 +76,7 @@ def _parts(node: Expr) -> list[Expr]:
     return [node]
 
 
-def _symbol(run: DerivedRun, name: str) -> Sym:
+def _symbol(run: SimplifyingRun, name: str) -> Sym:
     return Sym(run.table.make("symbol", (), torch.int32, attr=name))
 
 
@@ -87,7 +87,7 @@ def _folded(function, values: list[Sym]) -> Sym | None:
     return found
 
 
-def _bounds(run: DerivedRun, node: Expr, axis: str) -> _Bounds | None:
+def _bounds(run: SimplifyingRun, node: Expr, axis: str) -> _Bounds | None:
     """What a comparison says of `axis`; None if it is none of integers, or of other values than sums of the two positions."""
     row = row_of(node)
     if row.shows is None or any(kind(a.dtype) != "int" for a in node.args):
@@ -145,7 +145,7 @@ def _difference(other: Sym | None, limit: Sym) -> Sym:
     return -limit if other is None else other - limit
 
 
-def _limited(run: DerivedRun, node: Expr) -> Sym:
+def _limited(run: SimplifyingRun, node: Expr) -> Sym:
     """An integer as int32, brought between the bounds, which decides no comparison with positions."""
     low, high = value_range(node)
     small = -_BOUND <= low <= high <= _BOUND or torch.iinfo(node.dtype).bits < 32

@@ -7,7 +7,7 @@ import torch
 from ..registry import remembered
 from .dispatch import OPERATIONS
 from .expr import ExprTable, ModGraph, TensorCapture, walk
-from .grad import DerivedRun
+from .rewriting import SimplifyingRun
 from .symbols import Sym
 from .trace import known_graph
 
@@ -18,7 +18,7 @@ def scaled_graph(graph: ModGraph) -> ModGraph:
     name = "factor"
     while name in {c.name for c in (*graph.tensors, *graph.scalars)}:
         name += "_"
-    run = DerivedRun(graph.kind, ExprTable(walk(graph.result)), OPERATIONS)
+    run = SimplifyingRun(graph.kind, ExprTable(walk(graph.result)), OPERATIONS)
     with run.active():
         factor = Sym(run.table.make("load", (), torch.float32, attr=len(graph.tensors)))
         result = (Sym(graph.result) * factor).expr

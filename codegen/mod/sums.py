@@ -16,10 +16,10 @@ from ..registry import remembered
 from .dispatch import OPERATIONS
 from .distance import sign_of_difference
 from .expr import INDEX_BOUND, Expr, ExprTable, ModGraph, symbols_in, walk
-from .grad import DerivedRun
 from .index_range import value_range
 from .nodes import cast
 from .ops import row_of
+from .rewriting import SimplifyingRun
 from .symbols import Sym
 
 
@@ -39,7 +39,7 @@ class Sum:
 def as_sum(graph: ModGraph) -> Sum | None:
     """A score_mod's result as a Sum, or None if it is none."""
     nodes = walk(graph.result)
-    run = DerivedRun(graph.kind, ExprTable(nodes), OPERATIONS)
+    run = SimplifyingRun(graph.kind, ExprTable(nodes), OPERATIONS)
     symbols: dict[int, frozenset[str]] = {}
     found: dict[int, _Terms | None] = {}
     with run.active():

@@ -13,8 +13,9 @@ import torch
 from ..registry import remembered
 from .dispatch import OPERATIONS
 from .expr import Expr, ExprTable, ModGraph, TensorCapture, walk
-from .grad import DerivedRun, GradGraph, differentiate, rules_of
+from .grad import GradGraph, differentiate, rules_of
 from .nodes import cast
+from .rewriting import SimplifyingRun
 from .symbols import Sym
 
 
@@ -42,7 +43,7 @@ def tangents_of(graph: ModGraph, symbols: frozenset[str], moving: frozenset[int]
     derived = differentiate(graph, wanted)
     gradients = [e for e in (derived.score, *(g for _, g in derived.loads)) if e is not None]
     nodes = list({id(n): n for root in (graph.result, *gradients) for n in walk(root)}.values())
-    run = DerivedRun(graph.kind, ExprTable(nodes), OPERATIONS)
+    run = SimplifyingRun(graph.kind, ExprTable(nodes), OPERATIONS)
     places = {attr: len(graph.tensors) + i for i, attr in enumerate(sorted(moving))}
     found: dict[int, Expr | None] = {}
     with run.active():
@@ -55,7 +56,9 @@ def tangents_of(graph: ModGraph, symbols: frozenset[str], moving: frozenset[int]
     return Tangents(own, known.get(id(graph.result)), derived, known.get(id(derived.score)), loads)
 
 
-def _tangent(run: DerivedRun, node: Expr, found: dict[int, Expr | None], symbols: frozenset[str], places: dict[int, int]) -> Expr | None:
+def _tangent(
+    run: SimplifyingRun, node: Expr, found: dict[int, Expr | None], symbols: frozenset[str], places: dict[int, int]
+) -> Expr | None:
     """The tangent of a node whose operands have theirs in `found`; None for 0."""
     if not node.dtype.is_floating_point:
         return None
