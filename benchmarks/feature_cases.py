@@ -261,6 +261,31 @@ def statistics_case(shape: Sequence[int]) -> Case:
     return Case(ways)
 
 
+def statistics_gradient_case(shape: Sequence[int], statistic: str, batch: int = 1) -> Case:
+    """Gradients of q and k through "entropy" or "column_sums". By hand: dense attention in torch."""
+    q, k, v = qkv(batch, *shape[1:])
+    mask = create_block_mask(causal, None, None, shape[3], shape[3], DEVICE)
+    hidden = torch.ones(shape[3], shape[3], dtype=torch.bool, device=DEVICE).triu(1)
+
+    def asked() -> torch.Tensor:
+        request = AuxRequest(**{statistic: True})
+        return getattr(flex_attention(q, k, v, block_mask=mask, return_aux=request)[1], statistic)
+
+    def dense() -> torch.Tensor:
+        scores = ((q @ k.mT).float() * shape[4] ** -0.5).masked_fill(hidden, -math.inf)
+        weights = scores.softmax(-1)
+        if statistic == "column_sums":
+            return weights.sum(-2)
+        return -(weights * scores.log_softmax(-1).masked_fill(hidden, 0.0)).sum(-1)
+
+    ways = {
+        "plain": Way(lambda: one(flex_attention(q, k, v, block_mask=mask))),
+        "feature": Way(lambda: one(asked().square())),
+        "by_hand": Way(lambda: one(dense().square()), "feature"),
+    }
+    return Case(ways, (q, k), limit=0.05)
+
+
 PACKED = (4001, 7999, 2000, 10000, 8768) * 2
 SHAPE, NARROW = (4, 16, 16, 4096, 128), (4, 16, 16, 4096, 64)
 CASES: dict[str, Callable[[], Case]] = {
@@ -277,4 +302,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "second_full_d64": lambda: second_case((1, 16, 16, 4096, 64), is_causal=False),
     "dots_full": lambda: dots_case(SHAPE),
     "statistics_causal": lambda: statistics_case(SHAPE),
+    "entropy_gradient": lambda: statistics_gradient_case(SHAPE, "entropy"),
+    "column_sums_gradient": lambda: statistics_gradient_case(SHAPE, "column_sums"),
 }

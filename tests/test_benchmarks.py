@@ -452,6 +452,8 @@ def test_features_are_compared_before_they_are_timed(monkeypatch):
         "second": lambda: cases.second_case((1, 2, 2, 40, 16), is_causal=False),
         "dots": lambda: cases.dots_case((1, 2, 2, 70, 16)),
         "statistics": lambda: cases.statistics_case((1, 2, 2, 70, 16)),
+        "entropy_gradient": lambda: cases.statistics_gradient_case((1, 2, 2, 70, 16), "entropy"),
+        "column_sums_gradient": lambda: cases.statistics_gradient_case((1, 2, 2, 70, 16), "column_sums"),
     }
     monkeypatch.setattr(cases, "torch_flex", lambda **_: None)
     monkeypatch.setattr(features, "CASES", small_ones)
