@@ -105,16 +105,20 @@ def gradients(call: Bound, inputs, mask_tensors, d_entropy, d_sums, needs, deter
     call     without tensors: score and mask have numbers alone      inputs   q, k, sinks or None, captured tensors
     """
     needs = [needed and t is not None for t, needed in zip(inputs, needs, strict=True)]
-    if not any(needs):
-        return [None] * len(inputs)
+    if not any(needs) or all(d is None or not d.numel() for d in (d_entropy, d_sums)):
+        return [torch.zeros_like(t) if needed else None for t, needed in zip(inputs, needs, strict=True)]
     problem = Problem(call.scale, call.options, call.score, call.mask, call.lists, transposed=call.transposed, deterministic=deterministic)
-    parts = []
+    size, parts = None, []
+    if inputs[0].dtype == torch.float16:  # which ends at 65504, and whoever trains in it scales the loss
+        size = torch.stack([d.abs().amax() for d in (d_entropy, d_sums) if d is not None]).amax().clamp(min=torch.finfo(torch.float32).tiny)
+        d_entropy, d_sums = (d if d is None else d / size for d in (d_entropy, d_sums))
     if d_sums is not None:
         parts.append(_of_columns(problem, inputs, mask_tensors, d_sums, needs))
     if d_entropy is not None:
         parts.append(_of_entropy(problem, inputs, mask_tensors, d_entropy, needs))
     found = [[g for g in several if g is not None] for several in zip(*parts, strict=True)] or [[]] * len(inputs)
-    return [sum(given[1:], given[0]) if given and needed else None for given, needed in zip(found, needs, strict=True)]
+    found = [sum(given[1:], given[0]) if given and needed else None for given, needed in zip(found, needs, strict=True)]
+    return found if size is None else [g if g is None else (g * size).to(g.dtype) for g in found]
 
 
 def _of_columns(problem: Problem, inputs, mask_tensors, d_sums: torch.Tensor, needs: list[bool]) -> list[torch.Tensor | None]:

@@ -146,6 +146,30 @@ def test_gradients_of_one_input(learned, device):
         assert not flex_attention(q, k, k, enable_gqa=True, return_aux=ALL)[1].entropy.requires_grad
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("statistic", ["entropy", "column_sums"])
+def test_a_scaled_loss_in_half_precision(statistic, device):
+    """A gradient beyond what float16 holds, of a tensor in float32."""
+    x = learned_tensors(device)
+    q, k, slopes = x["query"].detach().half(), x["key"].detach().half(), x["slopes"]
+    request = AuxRequest(**{statistic: True})
+    found = getattr(flex_attention(q, k, k, capped(slopes), enable_gqa=True, return_aux=request)[1], statistic)
+    wanted = slopes.detach().double().requires_grad_()
+    _, entropy, _, column_sums = dense(q, k, capped(wanted))
+    for loss, leaf in ((found, slopes), (entropy if statistic == "entropy" else column_sums, wanted)):
+        leaf.grad = None
+        (loss.square().sum() * 1e9).backward()
+    assert relative_error(slopes.grad, wanted.grad) < 2e-2
+
+
+def test_no_queries_and_no_keys():
+    for q_len, kv_len in ((0, 7), (7, 0)):
+        q, k = torch.randn(1, 2, q_len, 8, requires_grad=True), torch.randn(1, 2, kv_len, 8, requires_grad=True)
+        _, aux = flex_attention(q, k, k, return_aux=ALL)
+        found = torch.autograd.grad(aux.entropy.sum() + aux.column_sums.square().sum(), (q, k))
+        assert found[0].shape == q.shape and found[1].shape == k.shape and not found[0].any() and not found[1].any()
+
+
 def test_a_gradient_has_no_derivative():
     q = torch.randn(1, 1, 9, 8, requires_grad=True)
     _, aux = flex_attention(q, q, q, return_aux=ALL)
