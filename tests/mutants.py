@@ -1322,7 +1322,7 @@ EXPORTS = [
         _ON_HOPPER,
         "counter = torch.zeros(2, dtype=torch.int32, device=device)  # of tiles",
         "counter = torch.empty(2, dtype=torch.int32, device=device)  # of tiles",
-        named("export_hopper", "same_on_hopper and plain"),
+        named("export_hopper", "same_on_hopper and window"),
         "an exported kernel for Hopper begins to count anywhere",
     ),
     Mutant(
