@@ -261,9 +261,9 @@ def statistics_case(shape: Sequence[int]) -> Case:
     return Case(ways)
 
 
-def statistics_gradient_case(shape: Sequence[int], statistic: str, batch: int = 1) -> Case:
+def statistics_gradient_case(shape: Sequence[int], statistic: str) -> Case:
     """Gradients of q and k through "entropy" or "column_sums". By hand: dense attention in torch."""
-    q, k, v = qkv(batch, *shape[1:])
+    q, k, v = qkv(*shape)
     mask = create_block_mask(causal, None, None, shape[3], shape[3], DEVICE)
     hidden = torch.ones(shape[3], shape[3], dtype=torch.bool, device=DEVICE).triu(1)
 
@@ -302,6 +302,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "second_full_d64": lambda: second_case((1, 16, 16, 4096, 64), is_causal=False),
     "dots_full": lambda: dots_case(SHAPE),
     "statistics_causal": lambda: statistics_case(SHAPE),
-    "entropy_gradient": lambda: statistics_gradient_case(SHAPE, "entropy"),
-    "column_sums_gradient": lambda: statistics_gradient_case(SHAPE, "column_sums"),
+    "entropy_gradient": lambda: statistics_gradient_case((1, *SHAPE[1:]), "entropy"),
+    "column_sums_gradient": lambda: statistics_gradient_case((1, *SHAPE[1:]), "column_sums"),
 }

@@ -32,8 +32,7 @@ def differentiable(bound: Bound, captured: list[torch.Tensor], output_max: bool,
         captured = [apart(t) for t in captured]
         graph, values = bound.score
         bound = bound._replace(score=(graph, [*captured, *values[len(captured) :]]))
-    sinks = bound.extras and bound.extras.sinks
-    return _Attention.apply(bound, output_max, deterministic, bound.q, bound.k, bound.v, sinks, *captured)
+    return _Attention.apply(bound, output_max, deterministic, bound.q, bound.k, bound.v, bound.sinks, *captured)
 
 
 class Needed(NamedTuple):
@@ -125,23 +124,18 @@ class _Attention(torch.autograd.Function):
 
 def _differentiable(ctx, bound: Bound, given: tuple, mask_tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients as functions of what they depend on, for create_graph=True and for transforms of torch.func."""
-    numbers = [mod and (mod[0], mod[1][len(mod[0].tensors) :]) for mod in (bound.score, bound.mask)]
     d_out, d_lse, out, values = given
     if ctx.raw:
         values = values * values.new_tensor([bound.scale, 1.0])
-    transposed = bound.transposed and (lambda _: bound.transposed(bound.mask))
-    sinks = bound.extras and bound.extras.sinks
-    dropout = bound.extras._replace(sinks=None) if bound.extras and bound.extras.seed is not None else None
-    kept = {"transposed": transposed, "dropout": dropout, "deterministic": ctx.deterministic}
-    problem = Problem(bound.scale, bound.options, *numbers, bound.lists, **kept)
+    problem = Problem.of(bound, ctx.deterministic)
     others = (t.clone() if t.is_inference() else t for t in (*bound.captured, *mask_tensors))  # as these are saved once more
     x = bound.q, bound.k, bound.v, *others
     needed, of_sinks = Needed.of(ctx), None
     of_x = [*needed[:3], *needed.captured, *(False for _ in mask_tensors)]
-    if sinks is not None:  # a function of attention without them, of which nothing was kept
+    if bound.sinks is not None:  # a function of attention without them, of which nothing was kept
         out, lse, _, values = Attention.apply(problem, *x)
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        d_out, d_lse, of_sinks = before_sinks(out, lse, sinks, d_out, d_lse)
+        d_out, d_lse, of_sinks = before_sinks(out, lse, bound.sinks, d_out, d_lse)
     q, k, v, *captured = gradients_of(problem, (out, values, *x), d_out, d_lse, of_x)[: 3 + ctx.count]
     return [q, k, v, of_sinks if needed.sinks else None, *captured]
 

@@ -103,7 +103,7 @@ class Tangents(torch.autograd.Function):
         if (d_out_t is not None or d_lse_t is not None) and any(needs_x):
             d_out_t = torch.zeros_like(out) if d_out_t is None else d_out_t
             more, _ = second(ctx.problem, x, d_out_t, d_lse_t, direction, needs_x)
-            found = [_sum(a, b) for a, b in zip(found, more, strict=True)]
+            found = [added(a, b) for a, b in zip(found, more, strict=True)]
         return None, *found, *of_direction
 
     @staticmethod
@@ -158,7 +158,7 @@ class Gradients(torch.autograd.Function):
         found = gradients_of(ctx.problem, (out, rows, *x), d_out_t, d_lse_t, kept)
         if any(t is not None for t in direction):
             more, _ = second(ctx.problem, x, d_out, d_lse, direction, kept)
-            found = [_sum(a, b) for a, b in zip(found, more, strict=True)]
+            found = [added(a, b) for a, b in zip(found, more, strict=True)]
         return tuple(t for t, keep in zip(found, kept, strict=True) if keep)
 
     @staticmethod
@@ -251,7 +251,8 @@ def _halves(tensors) -> tuple[tuple, tuple]:
     return tuple(tensors[:half]), tuple(tensors[half:])
 
 
-def _sum(a: Given, b: Given) -> Given:
+def added(a: Given, b: Given) -> Given:
+    """Their sum; None is 0."""
     return b if a is None else a if b is None else a + b
 
 

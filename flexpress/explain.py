@@ -14,7 +14,7 @@ from flexpress.dropout import read_dropout, refuse_over_devices
 from flexpress.float8 import quantised, refuse_float8_over_devices
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.plain_arguments import flag
-from flexpress.varlen import packed_call
+from flexpress.varlen import check_no_block_mask, packed_call
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import why_every_call
@@ -78,8 +78,7 @@ def explain(
         _, call = bound_shard(*arguments, sinks)
     elif cu_seqlens_q is not None or cu_seqlens_k is not None:
         check_values("explain", query=query, key=key, value=value)
-        if block_mask is not None:
-            raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
+        check_no_block_mask(block_mask)
         of_tokens, extras = (query, key, value, cu_seqlens_q, cu_seqlens_k), {"sinks": sinks, "dropout": dropout, "quantised": float8}
         call = packed_call(*of_tokens, score_mod, mask_mod, scale, kernel_options, **extras)  # type: ignore[assignment]
     else:
@@ -96,7 +95,7 @@ def explain(
 def _choices(call: Bound, deterministic: bool) -> tuple[list[str], bool]:
     """A line for the forward pass and, if there may be one, for the backward pass; are kernels for GPUs interpreted?"""
     keys = keys_of(call.score, call.mask, call.inputs.extents, call.lists)
-    sinks = call.extras and call.extras.sinks
+    sinks = call.sinks
     learned = (call.q, call.k, call.v, *call.captured, *(() if sinks is None else (sinks,)))
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in learned)
     choice, seen = forward.choice_of(call, keys, output_rows=differentiable)

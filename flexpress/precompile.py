@@ -19,7 +19,7 @@ from flexpress.float8 import quantised
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.plain_arguments import device_or_default, flag
 from flexpress.shared_prefix import SharedPrefix
-from flexpress.varlen import packed_call
+from flexpress.varlen import check_no_block_mask, packed_call
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.device import workers
@@ -98,8 +98,8 @@ def precompile(
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("key", key), ("value", value))]
     check_values("precompile", query=tensors[0], key=tensors[1], value=tensors[2])
     before = _counts()
-    if cu_seqlens_q is not None and block_mask is not None:
-        raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
+    if cu_seqlens_q is not None:
+        check_no_block_mask(block_mask)
     named = (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale))
     float8 = quantised(*(_filled(name, t, torch.float32, device, 1) for name, t in named), out_dtype)
     # a seed of its own, as torch's generator must not go on
@@ -258,8 +258,7 @@ def _prepare(call: Bound, backward: bool, max_scores: bool, deterministic: bool)
         graph, values = call.score
         call = call._replace(score=(graph, [*map(apart, call.captured), *values[len(graph.tensors) :]]))
     wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
-    sinks = call.extras and call.extras.sinks
-    later = for_backward(call, sinks is not None and sinks.requires_grad)
+    later = for_backward(call, call.sinks is not None and call.sinks.requires_grad)
     before = partial(backward_pass.begin, later, wanted, deterministic) if backward else None
     found = forward_pass.prepare(call, output_max=max_scores, output_rows=backward, before=before)
     if backward and found is not None:

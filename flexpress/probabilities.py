@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from flexpress.autograd import once
-from flexpress.derivatives import Attention, gradients_of, pushed, second
+from flexpress.derivatives import Attention, added, gradients_of, pushed, second
 from flexpress.problem import Problem
 from flexpress.sinks import before_sinks, sink_shares
 
@@ -43,47 +43,35 @@ def look(call, wanted: Wanted, deterministic: bool) -> Statistics:
     """What is wanted of the probabilities of a call, a Bound or a Recorded."""
     if not isinstance(call, Bound):
         return call.look(wanted, deterministic)
-    sinks = call.extras and call.extras.sinks
-    learned = call.q, call.k, *call.captured, *(() if sinks is None else (sinks,))
+    learned = call.q, call.k, *call.captured, *(() if call.sinks is None else (call.sinks,))
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in learned):
         return statistics(call, wanted)
     if call.score is not None:
         graph, values = call.score
         count = len(graph.tensors)
         call = call._replace(score=(graph, [*map(apart, values[:count]), *values[count:]]))
-    alone, inputs, mask_tensors = parts_of_call(call)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    found = iter(_Looked.apply(call, alone, wanted, deterministic, mask_tensors, *inputs))
+    problem, inputs, mask_tensors = parts_of_call(call, deterministic or torch.are_deterministic_algorithms_enabled())
+    found = iter(_Looked.apply(call, problem, wanted, mask_tensors, *inputs))
     return Statistics(*(next(found) if asked else None for asked in wanted))
 
 
-def parts_of_call(call: Bound) -> tuple[Bound, tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
-    """A call without tensors, whose mods have numbers alone; q, k, sinks or None, and what score_mod captures; what mask_mod captures."""
-    captured, bound_mask, transposed = call.captured, call.mask, call.transposed
-    mask_tensors = bound_mask[1][: len(bound_mask[0].tensors)] if bound_mask else []
-    alone = call._replace(
-        q=None,
-        k=None,
-        v=None,
-        score=call.score and (call.score[0], call.score[1][len(captured) :]),
-        mask=bound_mask and (bound_mask[0], bound_mask[1][len(mask_tensors) :]),
-        transposed=transposed and (lambda _: transposed(bound_mask)),
-        extras=None,
-    )
-    return alone, (call.q, call.k, call.extras and call.extras.sinks, *captured), mask_tensors
+def parts_of_call(call: Bound, deterministic: bool) -> tuple[Problem, tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
+    """Its Problem; q, k, sinks or None, and what score_mod captures; what mask_mod captures."""
+    mask_tensors = call.mask[1][: len(call.mask[0].tensors)] if call.mask else []
+    problem = Problem.of(call._replace(extras=None), deterministic)  # probabilities are those before dropout
+    return problem, (call.q, call.k, call.sinks, *call.captured), mask_tensors
 
 
 @runs_uncompiled
 class _Looked(torch.autograd.Function):
-    """(a call, and without tensors, wanted, deterministic, what mask_mod captures, q, k, sinks or None, *captured) -> those statistics that
-    are wanted."""
+    """(a call, its Problem, wanted, what mask_mod captures, q, k, sinks or None, *captured) -> those statistics that are wanted."""
 
     @staticmethod
-    def forward(ctx, call: Bound, alone: Bound, wanted: Wanted, deterministic: bool, mask_tensors: list, *inputs):
+    def forward(ctx, call: Bound, problem: Problem, wanted: Wanted, mask_tensors: list, *inputs):
         found = statistics(call, wanted)
         # autograd saves no tensor of inference mode, which has no version
         ctx.save_for_backward(*(t.clone() if t is not None and t.is_inference() else t for t in (*inputs, *mask_tensors)))
-        ctx.call, ctx.wanted, ctx.deterministic, ctx.count = alone, wanted, deterministic, len(inputs)
+        ctx.problem, ctx.wanted, ctx.count = problem, wanted, len(inputs)
         if found.top_index is not None:
             ctx.mark_non_differentiable(found.top_index)
         ctx.set_materialize_grads(False)
@@ -95,30 +83,26 @@ class _Looked(torch.autograd.Function):
         d_entropy, _, d_sums = (next(given) if asked else None for asked in ctx.wanted)
         inputs, mask_tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         with torch.no_grad():
-            found = gradients(ctx.call, inputs, mask_tensors, d_entropy, d_sums, ctx.needs_input_grad[5:], ctx.deterministic)
-        return None, None, None, None, None, *once(found, inputs, LOOKED_ONCE)
+            found = gradients(ctx.problem, inputs, mask_tensors, d_entropy, d_sums, ctx.needs_input_grad[4:])
+        return None, None, None, None, *once(found, inputs, LOOKED_ONCE)
 
 
-def gradients(call: Bound, inputs, mask_tensors, d_entropy, d_sums, needs, deterministic: bool) -> list[torch.Tensor | None]:
-    """Of q, k, sinks and captured tensors, None where not needed, of those of entropy and column_sums, or None.
-
-    call     without tensors: score and mask have numbers alone      inputs   q, k, sinks or None, captured tensors
-    """
+def gradients(problem: Problem, inputs, mask_tensors, d_entropy, d_sums, needs) -> list[torch.Tensor | None]:
+    """Of `inputs`, which are q, k, sinks or None, and captured tensors; None where not needed. d_entropy, d_sums: those of the statistics,
+    or None."""
     needs = [needed and t is not None for t, needed in zip(inputs, needs, strict=True)]
     if not any(needs) or all(d is None or not d.numel() for d in (d_entropy, d_sums)):
         return [torch.zeros_like(t) if needed else None for t, needed in zip(inputs, needs, strict=True)]
-    problem = Problem(call.scale, call.options, call.score, call.mask, call.lists, transposed=call.transposed, deterministic=deterministic)
-    size, parts = None, []
+    size, found = None, [None] * len(inputs)
     if inputs[0].dtype == torch.float16:  # which ends at 65504, and whoever trains in it scales the loss
         size = torch.stack([d.abs().amax() for d in (d_entropy, d_sums) if d is not None]).amax().clamp(min=torch.finfo(torch.float32).tiny)
         d_entropy, d_sums = (d if d is None else d / size for d in (d_entropy, d_sums))
-    if d_sums is not None:
-        parts.append(_of_columns(problem, inputs, mask_tensors, d_sums, needs))
-    if d_entropy is not None:
-        parts.append(_of_entropy(problem, inputs, mask_tensors, d_entropy, needs))
-    found = [[g for g in several if g is not None] for several in zip(*parts, strict=True)] or [[]] * len(inputs)
-    found = [sum(given[1:], given[0]) if given and needed else None for given, needed in zip(found, needs, strict=True)]
-    return found if size is None else [g if g is None else (g * size).to(g.dtype) for g in found]
+    for way, given in ((_of_columns, d_sums), (_of_entropy, d_entropy)):
+        if given is not None:
+            found = list(map(added, found, way(problem, inputs, mask_tensors, given, needs)))
+    if size is not None:
+        found = [g if g is None else (g * size).to(g.dtype) for g in found]
+    return [g if needed else None for g, needed in zip(found, needs, strict=True)]
 
 
 def _of_columns(problem: Problem, inputs, mask_tensors, d_sums: torch.Tensor, needs: list[bool]) -> list[torch.Tensor | None]:
@@ -158,7 +142,7 @@ def _of_entropy(problem: Problem, inputs, mask_tensors, d_entropy: torch.Tensor,
     pushed_problem, nothing = problem.as_pushed(), torch.zeros_like(out)
     first = gradients_of(pushed_problem, (out, rows, *x), nothing, d_lse, needs)
     more, _ = second(pushed_problem, x, nothing, d_mean, grows, needs)
-    of_q, of_k, _, *others = (a if a is None else a + b for a, b in zip(first, more, strict=True))
+    of_q, of_k, _, *others = map(added, first, more)
     return [of_q, of_k, of_sinks, *others[: len(captured)]]
 
 

@@ -79,9 +79,9 @@ def probability_gradients(
     with torch.no_grad(), nothing_kept():
         wishes = read_program(program)
         call = call_of(query, key, key, Captures(tensors, ints, floats), lists, [], scale, wishes, sinks)
-        alone, inputs, mask_tensors = parts_of_call(call)
+        problem, inputs, mask_tensors = parts_of_call(call, wishes.deterministic)
         needs = [i in wanted for i in range(len(inputs))]
-        found = [g for g in gradients(alone, inputs, mask_tensors, *given, needs, wishes.deterministic) if g is not None]
+        found = [g for g in gradients(problem, inputs, mask_tensors, *given, needs) if g is not None]
     return [laid_out_as(g, t) for g, t in zip(found, like, strict=True)]
 
 

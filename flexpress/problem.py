@@ -57,6 +57,20 @@ class Problem:
     output_max: bool = False
     deterministic: bool = False
 
+    @classmethod
+    def of(cls, bound: Bound, deterministic: bool) -> Problem:
+        """That of a call, without its sinks."""
+        mask, transposed, extras = bound.mask, bound.transposed, bound.extras
+        return cls(
+            bound.scale,
+            bound.options,
+            *(mod and (mod[0], mod[1][len(mod[0].tensors) :]) for mod in (bound.score, mask)),
+            bound.lists,
+            transposed=transposed and (lambda _: transposed(mask)),
+            dropout=extras._replace(sinks=None) if extras and extras.seed is not None else None,
+            deterministic=deterministic,
+        )
+
     @property
     def of_score(self) -> int:
         """How many tensors score_mod captures."""

@@ -270,6 +270,12 @@ def _attend(
     return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
 
 
+def check_no_block_mask(block_mask) -> None:
+    """Raises ValueError for a block mask beside cu_seqlens_q."""
+    if block_mask is not None:
+        raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
+
+
 def packed_call(
     q,
     k,

@@ -141,6 +141,11 @@ class Bound(NamedTuple):
         """The tensors that score_mod captures."""
         return self.score[1][: len(self.score[0].tensors)] if self.score else []
 
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """Those among its extras."""
+        return self.extras and self.extras.sinks
+
 
 def for_backward(call: Bound, learns_sinks: bool) -> Bound:
     """The call as its backward pass gets it: without sinks where that pass does not need them."""
