@@ -26,7 +26,8 @@ out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 #     foreign_masks, opened_masks         torch's masks; masks taken apart for torch's compiler
 #
 # Packed sequences
-#     varlen, packing                varlen_attention, and where tokens belong
+#     varlen, packed_call            varlen_attention, and its calls of flex_attention's kernels
+#     packing                        where tokens belong, and mods on packed positions
 #     packed_blocks, packed_checks   their blocks, their errors
 #
 # Caches and serving

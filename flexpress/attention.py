@@ -16,7 +16,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
 from flexpress.parts import tell_ranks
 from flexpress.probabilities import NOT_OVER_DEVICES, look, wanted_of
-from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, aux_of, checked_request
+from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, checked_request, result_of
 
 from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
 from .codegen.run.statistics import Statistics, Wanted
@@ -44,23 +44,9 @@ def _opened(given: dict) -> dict:
         if given["mask_mod"] is not None and given["mask_mod"] is not mod_of_lists:
             raise ValueError("inside torch.compile mask_mod must be the very function that block_mask was made of; pass one of them")
         given["mask_mod"] = mod_of_lists
-    request = None if return_aux is None else checked_request(return_aux, given["return_lse"])
-    max_scores, wanted = (False, Wanted()) if request is None else (request.max_scores, wanted_of(request))
+    max_scores, wanted = asked_for(return_aux, given["return_lse"])
     taken = {name: given[name] for name in given if name not in ("return_lse", "return_aux")}
     return {**taken, "tables": tables, "facts": facts, "max_scores": max_scores, "wanted": tuple(wanted)}
-
-
-def _closed(found, given: dict):
-    """flex_attention's result of what `_with_statistics` gives; torch's compiler traces this."""
-    out, lse = found[:2]
-    request = given["return_aux"]
-    if request is None:
-        return (out, lse) if given["return_lse"] else out
-    statistics, place = [], 2
-    for asked in (request.max_scores, *wanted_of(request)):
-        statistics.append(found[place] if asked else None)
-        place += bool(asked)
-    return out, aux_of(request, lse, *statistics)
 
 
 def _with_statistics(
@@ -222,7 +208,7 @@ def flex_attention(
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
-@compilable(inner=_with_statistics, opened=_opened, closed=_closed)
+@compilable(inner=_with_statistics, opened=_opened, closed=result_of)
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,

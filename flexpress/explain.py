@@ -13,8 +13,8 @@ from flexpress.checks import check_are_tensors
 from flexpress.dropout import read_dropout, refuse_over_devices
 from flexpress.float8 import quantised, refuse_float8_over_devices
 from flexpress.mods import MaskMod, ScoreMod
+from flexpress.packed_call import check_no_block_mask, packed_call
 from flexpress.plain_arguments import flag
-from flexpress.varlen import check_no_block_mask, packed_call
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import why_every_call

@@ -17,9 +17,9 @@ from flexpress.call import bound
 from flexpress.dropout import read_dropout
 from flexpress.float8 import quantised
 from flexpress.mods import MaskMod, ScoreMod
+from flexpress.packed_call import check_no_block_mask, packed_call
 from flexpress.plain_arguments import device_or_default, flag
 from flexpress.shared_prefix import SharedPrefix
-from flexpress.varlen import check_no_block_mask, packed_call
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.device import workers

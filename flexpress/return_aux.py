@@ -1,4 +1,4 @@
-"""What flex_attention returns beside its output where return_aux asks for it."""
+"""What attention returns beside its output where return_aux asks for it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch.utils import _pytree as pytree
 from flexpress.plain_arguments import flag
 from flexpress.probabilities import wanted_of
 
+from .codegen.run.statistics import Wanted
+
 
 class AuxRequest(NamedTuple):
-    """Which statistics flex_attention is to return beside the output; see AuxOutput and AuxStatistics.
+    """Which statistics flex_attention and varlen_attention are to return beside the output; see AuxOutput and AuxStatistics.
 
     The first two cost nothing. entropy and top_index take a pass over the keys of their own (one for both), and column_sums another one:
     each about as long as a forward pass by the portable kernels, whichever kernels compute the output. A gradient of column_sums takes a
@@ -73,3 +75,24 @@ def checked_request(return_aux, return_lse: bool) -> AuxRequest:
         if asked is not False and asked is not True:
             flag(f"return_aux.{name}", asked)
     return return_aux
+
+
+def asked_for(return_aux, return_lse: bool) -> tuple[bool, Wanted]:
+    """Are max_scores wanted, and what of the probabilities. Raises ValueError or TypeError."""
+    if return_aux is None:
+        return False, Wanted()
+    request = checked_request(return_aux, return_lse)
+    return request.max_scores, wanted_of(request)
+
+
+def result_of(found: tuple, given: dict):
+    """What a function with these arguments by name returns of out, lse and what else was asked for. torch's compiler traces this."""
+    out, lse = found[:2]
+    request = given["return_aux"]
+    if request is None:
+        return (out, lse) if given["return_lse"] else out
+    statistics, place = [], 2
+    for asked in (request.max_scores, *wanted_of(request)):
+        statistics.append(found[place] if asked else None)
+        place += bool(asked)
+    return out, aux_of(request, lse, *statistics)

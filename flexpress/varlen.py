@@ -5,26 +5,60 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch.nn.attention import flex_attention as torchs
 
-from flexpress.call import attend, bound
 from flexpress.checks import check_are_tensors
 from flexpress.dropout import read_dropout, refuse_over_devices
-from flexpress.float8 import Quantised, refuse_float8_over_devices
+from flexpress.float8 import Quantised, quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.packed_checks import check_packed
-from flexpress.packing import packing_of
+from flexpress.packed_call import NOTHING, attend_packed
 from flexpress.parts import tell_ranks
-from flexpress.recorded import Recorded
-from flexpress.transformed import Transformed, without_levels
+from flexpress.probabilities import NOT_OVER_DEVICES
+from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, result_of
 
-from .codegen.mod.tensors import ORDINARY, check_still, followed, is_distributed, read_captured, tracing, untransformed
-from .codegen.run.call import Bound
+from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
+from .codegen.run.statistics import Wanted
 
 if TYPE_CHECKING:
     from flexpress.distributed.plan import ContextPlan  # imports torch.distributed, which not everybody has
 
 
+def _opened(given: dict) -> dict:
+    """varlen_attention's arguments as `_with_statistics` takes them; torch's compiler traces this."""
+    max_scores, wanted = asked_for(given["return_aux"], given["return_lse"])
+    taken = {name: given[name] for name in given if name not in ("return_lse", "return_aux", "context")}
+    return {**taken, "max_scores": max_scores, "wanted": tuple(wanted)}
+
+
+def _with_statistics(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    score_mod,
+    mask_mod,
+    scale,
+    kernel_options,
+    deterministic,
+    sinks,
+    dropout_p,
+    dropout_seed,
+    q_scale,
+    k_scale,
+    v_scale,
+    out_dtype,
+    max_scores,
+    wanted,
+) -> tuple[torch.Tensor, ...]:
+    """out, lse and, if they are wanted, max_scores and statistics of the probabilities."""
+    arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
+    extras = {"dropout": read_dropout(dropout_p, dropout_seed, q.device), "quantised": quantised(q_scale, k_scale, v_scale, out_dtype)}
+    out, lse, *others = attend_packed(*arguments, sinks=sinks, asked=(max_scores, Wanted(*wanted)), **extras)
+    return out, lse, *(t for t in others if t is not None)
+
+
 @overload
 def varlen_attention(
     q: torch.Tensor,
@@ -37,6 +71,7 @@ def varlen_attention(
     *,
     scale: float | torch.Tensor | None = None,
     return_lse: Literal[False] = False,
+    return_aux: None = None,
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: None = None,
@@ -60,6 +95,7 @@ def varlen_attention(
     *,
     scale: float | torch.Tensor | None = None,
     return_lse: Literal[True],
+    return_aux: None = None,
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: None = None,
@@ -82,7 +118,8 @@ def varlen_attention(
     mask_mod: MaskMod | None = None,
     *,
     scale: float | torch.Tensor | None = None,
-    return_lse: bool = False,
+    return_lse: Literal[False] = False,
+    return_aux: AuxRequest | torchs.AuxRequest,
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: None = None,
@@ -93,7 +130,31 @@ def varlen_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    *,
+    scale: float | torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_aux: AuxRequest | torchs.AuxRequest | None = None,
+    kernel_options: dict[str, Any] | None = None,
+    deterministic: bool = False,
+    context: None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
 @overload
 def varlen_attention(
     q: torch.Tensor,
@@ -103,6 +164,7 @@ def varlen_attention(
     score_mod: ScoreMod | None = None,
     scale: float | torch.Tensor | None = None,
     return_lse: Literal[False] = False,
+    return_aux: None = None,
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: ContextPlan,
@@ -123,6 +185,7 @@ def varlen_attention(
     score_mod: ScoreMod | None = None,
     scale: float | torch.Tensor | None = None,
     return_lse: Literal[True],
+    return_aux: None = None,
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: ContextPlan,
@@ -143,6 +206,7 @@ def varlen_attention(
     score_mod: ScoreMod | None = None,
     scale: float | torch.Tensor | None = None,
     return_lse: bool = False,
+    return_aux: AuxRequest | torchs.AuxRequest | None = None,
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: ContextPlan,
@@ -153,8 +217,8 @@ def varlen_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-@compilable
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
+@compilable(inner=_with_statistics, opened=_opened, closed=result_of)
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -166,6 +230,7 @@ def varlen_attention(
     *,
     scale: float | torch.Tensor | None = None,
     return_lse: bool = False,
+    return_aux: AuxRequest | torchs.AuxRequest | None = None,
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: ContextPlan | None = None,
@@ -176,7 +241,7 @@ def varlen_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]:
     """Attention within each of n packed sequences, with the user's own score and mask.
 
     q               (total_q, Hq, D), float16, bfloat16 or float32, or, without gradients, float8_e4m3fn; any strides
@@ -197,10 +262,14 @@ def varlen_attention(
     dropout_p, dropout_seed   as for flex_attention; b is the number of the sequence, q_idx and kv_idx are positions inside it
     q_scale, k_scale, v_scale, out_dtype   of float8_e4m3fn, as for flex_attention, for all sequences: one element or (Hkv,)
 
-    Returns (total_q, Hq, Dv) in q's dtype (or out_dtype); with return_lse also lse (total_q, Hq), float32, natural logarithm. A query
-    with nothing to attend to gives 0 and -inf. Differentiable as flex_attention is. Other lengths, or another number of sequences,
-    compile nothing (but those of 256 tokens or more on average, or of 64 with dropout, whose blocks begin where sequences do, and those of
-    fewer have kernels of their own, and so has, in a portable backward pass of the latter, a sum that is a multiple of the block size).
+    return_aux      AuxRequest(...), as for flex_attention, instead of return_lse: what belongs to rows is (total_q, Hq), column_sums are
+                    (total_k, Hq), and top_index is the key's position inside the sequence
+
+    Returns (total_q, Hq, Dv) in q's dtype (or out_dtype); with return_lse also lse (total_q, Hq), float32, natural logarithm; with
+    return_aux an AuxOutput or AuxStatistics. A query with nothing to attend to gives 0 and -inf. Differentiable as flex_attention is.
+    Other lengths, or another number of sequences, compile nothing (but those of 256 tokens or more on average, or of 64 with dropout, whose
+    blocks begin where sequences do, and those of fewer have kernels of their own, and so has, in a portable backward pass of the latter, a
+    sum that is a multiple of the block size).
 
     DTensors as q, k and v, sharded over heads (dimension 1) or replicated, give DTensors: as for flex_attention.
 
@@ -220,92 +289,37 @@ def varlen_attention(
         float8 = None
         if not q_scale is k_scale is v_scale is out_dtype is None:
             float8 = Quantised(q_scale, k_scale, v_scale, out_dtype)
+        asked = max_scores, wanted = (False, NOTHING) if return_aux is None else asked_for(return_aux, return_lse)
         if context is not None or is_distributed(q):
             refuse_float8_over_devices(q, float8)
+            if any(wanted):
+                raise NotImplementedError(NOT_OVER_DEVICES)
         if context is not None:
             check_still("varlen_attention with context=", q, k, v)
             from flexpress.distributed.varlen import attend_varlen_in_context
 
-            out, lse = attend_varlen_in_context(context, *arguments, sinks)
+            found = attend_varlen_in_context(context, *arguments, sinks, max_scores)
         elif q.__class__ not in ORDINARY and is_distributed(q):
-            out, lse = _attend_shards(*arguments, sinks)
+            found = _attend_shards(*arguments, sinks, max_scores)
         else:
-            out, lse = _attend(*arguments, sinks=sinks, dropout=dropout, quantised=float8)
-        return (out, lse) if return_lse else out
+            found = attend_packed(*arguments, sinks=sinks, dropout=dropout, quantised=float8, asked=asked)
+        if return_aux is not None:
+            return found[0], aux_of(return_aux, *found[1:])
+        return found[:2] if return_lse else found[0]
     except Exception as failure:
         tell_ranks(context, failure)
         raise
 
 
-def _attend_shards(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, sinks) -> tuple:
-    """out and lse of DTensors."""
+def _attend_shards(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, sinks, max_scores: bool
+) -> tuple:
+    """out, lse and max_scores, or None, of DTensors."""
     from flexpress.dtensors import Shards  # imports torch's, which takes long
 
     part = Shards({"q": q, "k": k, "v": v}, None, 1)
     mods = part.score_mod(score_mod), part.mask_mod(mask_mod)
     q, k, v = part.local
-    found = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *mods, scale, kernel_options, deterministic, part.read_captured, part.sinks(sinks))
-    return part.joined(*found)
-
-
-def _attend(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    score_mod,
-    mask_mod,
-    scale,
-    kernel_options,
-    deterministic,
-    read=read_captured,
-    sinks=None,
-    dropout=None,
-    quantised=None,
-) -> tuple:
-    """out and lse. `read` as for `bound`."""
-    call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read, sinks, dropout, quantised)
-    out, lse, _ = attend(call, False, deterministic)
-    return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
-
-
-def check_no_block_mask(block_mask) -> None:
-    """Raises ValueError for a block mask beside cu_seqlens_q."""
-    if block_mask is not None:
-        raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
-
-
-def packed_call(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    score_mod=None,
-    mask_mod=None,
-    scale=None,
-    kernel_options=None,
-    read=read_captured,
-    sinks=None,
-    dropout=None,
-    quantised=None,
-) -> Bound | Recorded | Transformed:
-    """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
-    transformed = followed("varlen_attention")
-    if transformed:
-        shared, cu_seqlens_q = cu_seqlens_k is cu_seqlens_q, without_levels(cu_seqlens_q)
-        cu_seqlens_k = cu_seqlens_q if shared else without_levels(cu_seqlens_k)
-    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    if cu_seqlens_k is cu_seqlens_q and not tracing() and q.shape[0] == k.shape[0]:
-        cu_seqlens_k = None  # as who comes from FlashAttention writes it
-    lengths = cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0]
-    if transformed:
-        with untransformed():
-            packing = packing_of(*lengths)
-    else:
-        packing = packing_of(*lengths)
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    score_mod = None if score_mod is None else packing.score_mod(score_mod)
-    mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)
-    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read, sinks, dropout, quantised)
+    others = scale, kernel_options, deterministic, part.read_captured, part.sinks(sinks)
+    found = attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *mods, *others, asked=(max_scores, NOTHING))
+    return part.joined(*found[:3])

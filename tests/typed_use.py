@@ -143,6 +143,7 @@ def recipes(slopes: Tensor, ids: Tensor) -> None:
 def packed(cu_seqlens: Tensor) -> None:
     assert_type(flexpress.varlen_attention(q, k, v, cu_seqlens, None, bias, near), Tensor)
     assert_type(flexpress.varlen_attention(q, k, v, cu_seqlens, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(flexpress.varlen_attention(q, k, v, cu_seqlens, return_aux=AuxRequest()), tuple[Tensor, AuxOutput | AuxStatistics])
     flexpress.varlen_attention(q, k, v)  # type: ignore[call-overload]
     flexpress.varlen_attention(q, k, v, [0, 64])  # type: ignore[call-overload]  # a tensor
 

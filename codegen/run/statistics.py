@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from .call import Bound, keys_of, structure_of
 from .cpu_decode import in_elements
 from .launch import Launch, launch_fitting
 from .layouts import strides_like
+from .masks import automatic_lists
 from .profiled import in_range, is_profiled, names_of
 
 
@@ -57,6 +59,7 @@ _plans: dict[tuple, CpuPlan] = Table("plans of passes over probabilities in C++"
 def statistics(bound: Bound, wanted: Wanted) -> Statistics:
     """What is wanted of a call's probabilities: by one pass over K, and for column sums one more over Q."""
     (Z, Hq, Q_LEN, KV_LEN), device = bound.inputs.extents, bound.q.device
+    bound = _with_even_blocks(bound)
     found = Statistics(
         contiguous((Z, Hq, Q_LEN), torch.float32, device) if wanted.entropy else None,
         contiguous((Z, Hq, Q_LEN), torch.int64, device) if wanted.top_index else None,
@@ -77,6 +80,15 @@ def statistics(bound: Bound, wanted: Wanted) -> Statistics:
     run = _by_either if not is_profiled() else in_range(_by_either, "statistics", names_of(bound.score, bound.mask))
     run(bound, wanted, {name: t for name, t in named.items() if t is not None})
     return found
+
+
+def _with_even_blocks(bound: Bound) -> Bound:
+    """The call, without blocks that begin where packed sequences do: these kernels know none."""
+    if bound.lists is None or bound.lists.starts is None:
+        return bound
+    size = bound.lists.q_block, bound.lists.kv_block
+    make = partial(automatic_lists, extents=bound.inputs.extents, device=bound.q.device, size=size)
+    return bound._replace(lists=make(bound.mask), transposed=partial(make, transposed=True))
 
 
 def _by_either(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from flexpress.checks import check_rank
 from flexpress.distributed.attention import Arguments, attend_packed_in_context
 from flexpress.distributed.plan import ContextPlan, check_plan
@@ -12,9 +10,9 @@ from ..codegen.mod.tensors import is_distributed
 
 
 def attend_varlen_in_context(
-    plan: ContextPlan, q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic: bool, sinks
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (local total_q, Hq, Dv) and lse of this rank's q, k and v."""
+    plan: ContextPlan, q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, sinks, max_scores
+) -> tuple:
+    """out (local total_q, Hq, Dv), lse and max_scores, or None, of this rank's q, k and v."""
     named, of_plan = {"q": q, "k": k, "v": v}, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "mask_mod": mask_mod}
     check_plan(plan)
     if plan.packing is None:
@@ -26,9 +24,9 @@ def attend_varlen_in_context(
         check_rank(name, tensor, "(local tokens, H, D)", may_stand=True)
     if score_mod is not None:
         score_mod = plan.packing.score_mod(score_mod)
-    arguments = Arguments(scale, True, kernel_options, deterministic, sinks=sinks)
+    arguments = Arguments(scale, True, kernel_options, deterministic, max_scores, sinks)
     if any(map(is_distributed, named.values())):
         from flexpress.distributed.shards import attend_packed_shards_in_context
 
-        return attend_packed_shards_in_context(plan, named, score_mod, arguments)[:2]
-    return attend_packed_in_context(plan, tuple(named.values()), score_mod, arguments)[:2]
+        return attend_packed_shards_in_context(plan, named, score_mod, arguments)
+    return attend_packed_in_context(plan, tuple(named.values()), score_mod, arguments)

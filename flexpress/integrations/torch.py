@@ -21,7 +21,7 @@ from flexpress.cached import cached_attention
 from flexpress.call import attend, bound
 from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, mask_mod_of, options_of, placed_by_sequence, placed_last, same_place
 from flexpress.mask_mods import noop_mask
-from flexpress.varlen import packed_call
+from flexpress.packed_call import packed_call
 
 from ..codegen.run.backward import backward
 from ..codegen.run.call import Bound, Rows

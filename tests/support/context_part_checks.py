@@ -153,7 +153,7 @@ def compare_packed(lengths, kv_lengths=None, score_mod=None, mask_mod=None, lear
     plan = ContextPlan.packed(q_starts, k_starts if kv_lengths else None, mask_mod, device=here(), **options)
     positions = plan.position_ids, plan.kv_position_ids, plan.kv_position_ids
     mine = [t[p].requires_grad_() for t, p in zip(whole, positions, strict=True)]
-    out, lse = varlen_attention(*mine, score_mod=score_mod, return_lse=True, context=plan)
+    out, (lse, max_scores) = varlen_attention(*mine, score_mod=score_mod, return_aux=AuxRequest(lse=True, max_scores=True), context=plan)
     (of_q, at_q), (of_k, at_k) = (
         (torch.searchsorted(t, torch.arange(n), right=True) - 1, n) for t, n in ((q_starts, total_q), (k_starts, total_k))
     )
@@ -170,10 +170,11 @@ def compare_packed(lengths, kv_lengths=None, score_mod=None, mask_mod=None, lear
 
     reference = [t.double().requires_grad_() for t in whole]
     dense = [t.transpose(0, 1)[None] for t in reference]
-    exact, exact_lse, _ = dense_attention(*dense, score if score_mod else None, mask)
-    exact, exact_lse = exact[0].transpose(0, 1), exact_lse[0].transpose(0, 1)
+    found = dense_attention(*dense, score if score_mod else None, mask)
+    exact, exact_lse, exact_max = (t[0].transpose(0, 1) for t in found)
     torch.testing.assert_close(out.double(), exact.detach()[plan.position_ids], rtol=0, atol=2e-5)
     torch.testing.assert_close(lse.double(), exact_lse.detach()[plan.position_ids], rtol=0, atol=2e-5)
+    torch.testing.assert_close(max_scores.double(), exact_max.detach()[plan.position_ids], rtol=0, atol=2e-5)
     d_out = torch.randn(exact.shape)
     found = torch.autograd.grad((out * d_out[plan.position_ids]).sum(), [*mine, *learned])
     expected = torch.autograd.grad((exact * d_out).sum(), [*reference, *learned])

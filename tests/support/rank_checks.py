@@ -367,6 +367,8 @@ def packed_sequences():
     for split in ([Shard(1)], [Replicate()]):
         compare(call, mesh_of(2), [q, k, v, slopes], [split] * 3 + [[Shard(0)]])
         compare(lambda *a: call(*a, cu_seqlens_k=other), mesh_of(2), [q, k, v, slopes], [split] * 3 + [[Replicate()]])
+    largest = lambda q, k, v: [varlen_attention(q, k, v, offsets, return_aux=AuxRequest(max_scores=True))[1].max_scores]
+    compare(largest, mesh_of(2), [q, k, v], [[Shard(1)]] * 3, gradients=False)
     d = spread(mesh_of(2), *[(t, [Shard(0)]) for t in (q, k, v)])
     with pytest.raises(NotImplementedError, match=r"q has placements \[Shard\(dim=0\)\]: .* the sequence is sharded.*ContextPlan\("):
         varlen_attention(*d, offsets)
