@@ -24,6 +24,7 @@ from .decode_tiles import decode_tile
 from .extras import ORDINARY, Extras
 from .forward import (
     Blocks,
+    ForwardCase,
     Mod,
     block_flags,
     element_flags,
@@ -77,6 +78,25 @@ class DecodeCase(NamedTuple):
     def itemsize(self) -> int:
         """Of the wider of q and k: K and V are converted."""
         return max((self.kv_dtype or self.dtype).itemsize, self.dtype.itemsize)
+
+
+def case_of_few(known: ForwardCase, **others) -> DecodeCase:
+    """The case of a call without a cache, from that of its forward pass, with `others`."""
+    return DecodeCase(
+        known.dtype,
+        known.d_qk,
+        known.d_v,
+        known.units,
+        known.aligned,
+        known.blocks and known.blocks._replace(interior=True),
+        known.options.float32_precision,
+        known.scale_is_positive,
+        known.output_max,
+        known.output_rows,
+        known.exact_indices,
+        extras=known.extras,
+        values_in_keys=known.values_in_keys,
+    )._replace(**others)
 
 
 def vector_of(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> int:

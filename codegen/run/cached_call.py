@@ -11,6 +11,7 @@ import torch
 
 from ..device.devices import architecture_of
 from ..mod.expr import INDEX_BOUND
+from ..plan.decode import DecodeCase
 from ..plan.extras import factors_out
 from ..plan.forward import Cache, ForwardCase, Mod, Options, wants_tma
 from ..plan.geometry import Geometry, geometry_of
@@ -83,6 +84,27 @@ class CachedCall:
         """The geometry, with strides that are multiples of 16 bytes of elements of this size."""
         q, k, v = self.q, self.k, self.v
         return geometry_of(itemsize, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), self.out.stride())
+
+    def decode_case(self, geometry: Geometry, lists: BlockLists | None, **others) -> DecodeCase:
+        """What the kernels for few queries depend on beside their mods, with `others`."""
+        q, k, cached = self.q, self.k, self.cached
+        return DecodeCase(
+            q.dtype,
+            q.shape[3],
+            self.v.shape[3],
+            geometry.units,
+            blocks=lists and lists.blocks._replace(interior=True),
+            scale_is_positive=factors_out(self.scale, structure_of(self.extras)),
+            exact_indices=max(self.extents[2:]) <= INDEX_BOUND,
+            ragged=cached.cu_q is not None,
+            lengths=cached.kv_lens is not None,
+            located=cached.kv_locs is not None,
+            page_size=0 if cached.pages is None else k.shape[2],
+            kv_dtype=k.dtype if k.dtype != q.dtype else None,
+            scales=cached.k_scales is not None,
+            extras=structure_of(self.extras),
+            **others,
+        )
 
     def lists(self, mask: tuple, most_queries: int) -> BlockLists:
         """The block lists of the bound mask_mod of numbers, for sequences of so many queries."""

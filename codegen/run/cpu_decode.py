@@ -7,18 +7,16 @@ import torch
 from ..device.cpp import CppKernel
 from ..device.cpp_compiler import refusal
 from ..device.kernel import kernel_for
-from ..mod.expr import INDEX_BOUND
 from ..plan.cpu import CpuPlan
 from ..plan.cpu_decode import TILE_ROWS, cpu_parts_of, cpu_rows_of, plan_cpu_decode
-from ..plan.decode import MAX_QUERIES, DecodeCase, check_heads
-from ..plan.extras import factors_out
+from ..plan.decode import MAX_QUERIES, DecodeCase, case_of_few, check_heads
 from ..plan.forward import Mod, scales
 from ..plan.geometry import Geometry
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
 from .cached_call import CachedCall
-from .call import Cached, keys_of, structure_of
+from .call import Cached, keys_of
 from .forward_kernels import Call
 
 _plans: dict[tuple, CpuPlan] = Table("plans of decoding in C++", 1024)
@@ -35,20 +33,7 @@ def is_few(call: Call) -> bool:
 
 def few_plan(call: Call) -> CpuPlan:
     """The plan for such a call."""
-    known = call.case
-    case = DecodeCase(
-        known.dtype,
-        known.d_qk,
-        known.d_v,
-        known.units,
-        blocks=known.blocks,
-        scale_is_positive=known.scale_is_positive,
-        output_max=known.output_max,
-        exact_indices=known.exact_indices,
-        split=False,
-        extras=known.extras,
-    )
-    return _planned(case, call.score, call.mask)
+    return _planned(case_of_few(call.case, aligned=(), split=False, values_in_keys=False), call.score, call.mask)
 
 
 def _planned(case: DecodeCase, score: Mod | None, mask: Mod | None) -> CpuPlan:
@@ -92,25 +77,8 @@ def attend_cached(call: CachedCall, *, prepare: bool = False) -> None:
     keys = keys_of(score, mask, call.extents)
     check_heads(score and score[0])
     q, k, cached = call.q, call.k, call.cached
-    kept = k.dtype if k.dtype != q.dtype else None
     geometry = call.geometry_in(q.element_size())
-    case = DecodeCase(
-        q.dtype,
-        q.shape[3],
-        call.v.shape[3],
-        geometry.units,
-        blocks=lists and lists.blocks._replace(interior=True),
-        scale_is_positive=factors_out(call.scale, structure_of(call.extras)),
-        exact_indices=max(call.extents[2:]) <= INDEX_BOUND,
-        split=False,
-        ragged=cached.cu_q is not None,
-        lengths=cached.kv_lens is not None,
-        located=cached.kv_locs is not None,
-        page_size=0 if cached.pages is None else k.shape[2],
-        kv_dtype=kept,
-        scales=cached.k_scales is not None,
-        extras=structure_of(call.extras),
-    )
+    case = call.decode_case(geometry, lists, split=False)
     plan = _planned(case, *keys)
     kernel = kernel_for(plan.spec, CppKernel)
     if prepare:

@@ -7,14 +7,13 @@ import functools
 import torch
 
 from ..device.devices import architecture_of, backend_of, multiprocessors
-from ..mod.expr import INDEX_BOUND
 from ..plan.decode import (
     MAX_QUERIES,
     MAX_ROWS,
     MIN_SHARE,
-    DecodeCase,
     DecodePlan,
     Rows,
+    case_of_few,
     differs_by_head,
     parts_of,
     plan_decode,
@@ -23,7 +22,6 @@ from ..plan.decode import (
 )
 from ..plan.decode import Parts as Split
 from ..plan.decode_tiles import most_rows, programs_at_once
-from ..plan.extras import factors_out
 from ..plan.forward import Mod
 from ..plan.geometry import Geometry
 from ..plan.hopper_decode import plan_hopper_decode
@@ -75,23 +73,7 @@ class Decode(_Planned):
         Q_LEN, known = call.extents[2], call.case
         widths = known.d_qk, known.d_v, known.dtype.itemsize
         rows, split = _division(call.extents, call.geometry, call.device, lists, NOT_CACHED, widths, None)
-        case = DecodeCase(
-            known.dtype,
-            known.d_qk,
-            known.d_v,
-            known.units,
-            known.aligned,
-            known.blocks and known.blocks._replace(interior=True),
-            known.options.float32_precision,
-            known.scale_is_positive,
-            known.output_max,
-            known.output_rows,
-            known.exact_indices,
-            split.room > 0,
-            split.of_all > 0,
-            extras=known.extras,
-            values_in_keys=known.values_in_keys,
-        )
+        case = case_of_few(known, split=split.room > 0, balanced=split.of_all > 0)
         machine = call.backend, call.arch
         made = DecodeCall(case, call.geometry, call.extents, Q_LEN, rows, split, 0, *machine, call.scale, call.score, call.mask)
         return Kernels(self, made.fastest(call.aligned, known.options.use_tma), names, lists)
@@ -129,32 +111,19 @@ class DecodeCached(_Planned):
 
     def _call(self, call: CachedCall, keys: tuple[Mod | None, Mod | None], lists: BlockLists | None) -> DecodeCall:
         q, k, v, cached = call.q, call.k, call.v, call.cached
-        kv_dtype = k.dtype if k.dtype != q.dtype else None
-        geometry = call.geometry_in(16 // vector_of(q.dtype, kv_dtype))
+        geometry = call.geometry_in(16 // vector_of(q.dtype, k.dtype))
         tokens = None if cached.cu_q is None else q.shape[2]
         widths = q.shape[3], v.shape[3], max(q.element_size(), k.element_size())
         rows, split = _division(call.extents, geometry, q.device, lists, cached, widths, tokens)
         if call.shared and not split.room:  # combine_splits adds the shared parts
             split = Split(1)
-        case = DecodeCase(
-            q.dtype,
-            q.shape[3],
-            v.shape[3],
-            geometry.units,
-            geometry.aligned,
-            lists and lists.blocks._replace(interior=True),
-            scale_is_positive=factors_out(call.scale, structure_of(call.extras)),
-            exact_indices=max(call.extents[2:]) <= INDEX_BOUND,
+        case = call.decode_case(
+            geometry,
+            lists,
+            aligned=geometry.aligned,
             split=split.room > 0,
             balanced=split.of_all > 0,
-            ragged=tokens is not None,
             by_tokens=by_tokens(call.extents[2], rows, tokens) and not split.of_all,
-            lengths=cached.kv_lens is not None,
-            located=cached.kv_locs is not None,
-            page_size=0 if cached.pages is None else k.shape[2],
-            kv_dtype=kv_dtype,
-            scales=cached.k_scales is not None,
-            extras=structure_of(call.extras),
             values_in_keys=values_in_keys(k, v),
             shared=call.shared is not None,
         )

@@ -21,7 +21,7 @@ from ..plan.backward import Step, delta_rows
 from ..plan.cpu import plan_cpu_backward, plan_cpu_forward
 from ..plan.cpu_statistics import plan_cpu_statistics
 from ..plan.cpu_tangent import plan_cpu_gradients, plan_cpu_tangent
-from ..plan.decode import DecodeCase, DecodePlan, parts_at_once, plan_decode, rows_of
+from ..plan.decode import DecodePlan, case_of_few, parts_at_once, plan_decode, rows_of
 from ..plan.decode_tiles import most_rows
 from ..plan.exchange import ExchangeCase, add_spec, copy_spec, positions_of_program
 from ..plan.forward import Cache, Plan
@@ -155,9 +155,8 @@ def _decode_case(target: str, call: tuple, q_len: int, group: int, kv_dtype: str
     """The call, as a forward pass, its DecodeCase, and the rows of a tile."""
     imagined, changes = _imagined(call, changes)
     imagined = imagined.forward(target)
-    known, blocks, kept = imagined.case, imagined.case.blocks, getattr(torch, kv_dtype) if kv_dtype else None
-    layout = known.dtype, known.d_qk, known.d_v, known.units, known.aligned, blocks
-    case = DecodeCase(*layout, kv_dtype=kept, scales=kept is not None, values_in_keys=known.values_in_keys, **changes)
+    kept, blocks = getattr(torch, kv_dtype) if kv_dtype else None, imagined.case.blocks
+    case = case_of_few(imagined.case, kv_dtype=kept, scales=kept is not None, **changes)
     most = most_rows(machine_of(target)[1], case.d_qk, case.d_v, case.itemsize)
     return imagined, case, rows_of(q_len, group, blocks.q_block if blocks else 0, most).rows
 
