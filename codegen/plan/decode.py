@@ -80,6 +80,19 @@ class DecodeCase(NamedTuple):
         return max((self.kv_dtype or self.dtype).itemsize, self.dtype.itemsize)
 
 
+def not_few(q_len: int, known: ForwardCase) -> str | None:
+    """Why no kernel for few queries, in Triton or C++, serves a call without a cache; None if one may."""
+    if q_len > MAX_QUERIES:
+        return f"query has {q_len} positions, more than {MAX_QUERIES}"
+    if known.dtype.itemsize == 1 or known.extras.scales:
+        return "float8: other kernels have it"
+    if known.extras.dropout:
+        return "dropout: the portable kernels have it"
+    if known.blocks and known.blocks.shifted:
+        return "blocks lie in a longer sequence"
+    return None
+
+
 def case_of_few(known: ForwardCase, **others) -> DecodeCase:
     """The case of a call without a cache, from that of its forward pass, with `others`."""
     return DecodeCase(
@@ -180,12 +193,12 @@ def differs_by_head(score: ModGraph | None) -> Expr | None:
 
 
 def check_heads(score: ModGraph | None) -> None:
-    """Raises ModError for a dot product that the kernel has no tile for."""
+    """Raises ModError for a dot product that decode has no tile for. cpu_decode has no need of one, and refuses what other devices do."""
     dot = differs_by_head(score)
     if dot is not None:
         raise mod_error(
             f"a dot product of {dot.attr} elements with a row read by kv_idx and h",
-            "With a cache, heads that share keys are rows of one tile: read it by b and kv_idx alone.",
+            "With a cache, heads that share keys share such rows, too, on all devices: read it by b and kv_idx alone.",
             dot.source,
             "score",
         )

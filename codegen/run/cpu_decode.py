@@ -9,7 +9,7 @@ from ..device.cpp_compiler import refusal
 from ..device.kernel import kernel_for
 from ..plan.cpu import CpuPlan
 from ..plan.cpu_decode import TILE_ROWS, cpu_parts_of, cpu_rows_of, plan_cpu_decode
-from ..plan.decode import MAX_QUERIES, DecodeCase, case_of_few, check_heads
+from ..plan.decode import DecodeCase, case_of_few, check_heads, not_few
 from ..plan.forward import Mod, scales
 from ..plan.geometry import Geometry
 from ..registry import INFO, Table
@@ -26,9 +26,7 @@ def is_few(call: Call) -> bool:
     """Does this kernel serve a call without a cache that kernels in C++ serve? Not one with gradients: it adds up products in an order of
     its own, and the backward pass must find the forward pass's scores again."""
     blocks = call.case.blocks
-    if call.case.output_rows or call.case.dtype.itemsize == 1 or call.case.extras.scales:
-        return False
-    return call.extents[2] <= MAX_QUERIES and not call.case.extras.dropout and not (blocks and (blocks.shifted or blocks.starts))
+    return not (call.case.output_rows or (blocks and blocks.starts) or not_few(call.extents[2], call.case))
 
 
 def few_plan(call: Call) -> CpuPlan:

@@ -8,13 +8,13 @@ import torch
 
 from ..device.devices import architecture_of, backend_of, multiprocessors
 from ..plan.decode import (
-    MAX_QUERIES,
     MAX_ROWS,
     MIN_SHARE,
     DecodePlan,
     Rows,
     case_of_few,
     differs_by_head,
+    not_few,
     parts_of,
     plan_decode,
     rows_of,
@@ -50,17 +50,11 @@ class Decode(_Planned):
     """decode and combine_splits, for a call without a cache."""
 
     def fits(self, call: Call) -> str | None:
-        q_len, options = call.extents[2], call.case.options
-        if q_len > MAX_QUERIES:
-            return f"query has {q_len} positions, more than {MAX_QUERIES}"
+        options, reason = call.case.options, not_few(call.extents[2], call.case)
+        if reason:
+            return reason
         if options.tile or options.prescale_qk:
             return f"{', '.join(name for name, _ in options.tile) or 'PRESCALE_QK'} is for the other kernels"
-        if call.case.dtype.itemsize == 1 or call.case.extras.scales:
-            return "float8: other kernels have it"
-        if call.case.extras.dropout:
-            return "dropout: the portable kernels have it"
-        if call.case.blocks and call.case.blocks.shifted:
-            return "blocks lie in a longer sequence"
         if call.score and differs_by_head(call.score[0]):
             return "a dot product reads a row of a key for each head"
         return None
