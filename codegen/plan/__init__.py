@@ -2,6 +2,7 @@
 
 candidates                                          the loop that chooses a kernel
 geometry, slices, extras                            what cases are made of: strides, head dims, sinks, dropout and scales
+roles                                               how gradients of captured tensors are gathered
 tiles, backward_tiles, decode_tiles, hopper_tiles   tile sizes
 
 forward, backward, tangent, statistics, decode   portable kernels

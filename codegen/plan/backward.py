@@ -1,7 +1,4 @@
-"""The backward kernels as a plan: from what is known of a call, and no tensor, to their KernelSpecs and tiles.
-
-How the gradient of a captured tensor is gathered is decided here, by what its indices depend on (`role_of`).
-"""
+"""The backward kernels as a plan: from what is known of a call, and no tensor, to their KernelSpecs and tiles."""
 
 from __future__ import annotations
 
@@ -12,20 +9,19 @@ import torch
 
 from ..gpus import WIDEST_TILE, round_up_head_dim
 from ..mod.dtypes import dtype_name
-from ..mod.expr import Expr, symbols_in
 from ..mod.grad import differentiate
-from ..mod.loads import read_in, weight_of, width_of_dots
+from ..mod.loads import weight_of, width_of_dots
 from ..mod.nan import padding_may_be_nan
 from ..registry import remembered
-from ..text.gradient_text import CapturedGradient, Differential
-from ..text.layouts import TensorLayout
+from ..text.gradient_text import Differential
 from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer, stride_names
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .backward_tiles import backward_tile
 from .extras import ORDINARY, Extras
-from .forward import Blocks, Mod, Options, batch_inside, block_flags, element_flags, indices_of, list_numbers, list_tables, own_elements
+from .forward import Blocks, Mod, Options, batch_inside, block_flags, element_flags, list_numbers, list_tables, own_elements
+from .roles import Gathered, buffers_of, gathered_in, roles_of
 from .slices import padded
 from .tiles import BLOCK, Tile
 
@@ -101,40 +97,15 @@ class BackwardPlan:
         return self.walks["dq"]
 
 
-def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
-    """How the gradient of a load is gathered (see CapturedGradient); "slab" is the deterministic form of "atomic"."""
-    indices = indices_of(load, layout)
-    symbols = frozenset().union(*map(symbols_in, indices))
-    if "score" in symbols or {"q_idx", "kv_idx"} <= symbols:
-        plain = [a.attr for a in indices if a.op == "symbol"]
-        distinct = len(plain) == len(set(plain)) and all(a.op in ("symbol", "literal", "scalar") for a in indices)
-        covered = set(plain) | ({"b"} if case.one_batch else set()) | ({"h"} if case.one_head else set())
-        if distinct and {"b", "h", "q_idx", "kv_idx"} <= covered:
-            return "store"
-        if case.deterministic and "score" in symbols:
-            raise NotImplementedError(
-                "deterministic=True: gradients of a captured tensor indexed by the score are added in any order; detach() it"
-            )
-        return "slab" if case.deterministic else "atomic"
-    return "row" if "q_idx" in symbols else "column" if "kv_idx" in symbols else "head"
-
-
-def dot_roles(dots: tuple[tuple[Expr, Expr], ...], captured: frozenset[int]) -> list[tuple[str, Expr, Expr]]:
-    """(role, dot, gradient) of dot products of rows, once for each of their two rows that belongs to a tensor that wants a gradient."""
-    return [(role, dot, gradient) for dot, gradient in dots for role in ("row", "column") if read_in(dot, role).attr in captured]
-
-
 def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> BackwardPlan:
     """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
     precision = case.options.float32_precision
     target = Target(backend, dtype_name(case.dtype), case.exact_indices, float32_precision=precision, read_directly=backend == "cuda")
-    roles: list[tuple[str, Expr, Expr]] = []
-    derivative = None
+    roles, derivative = (), None
     if score:
         found = differentiate(score[0], case.captured)
         derivative = found.score
-        roles = [(role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads]
-        roles += dot_roles(found.dots, case.captured)
+        roles = roles_of(score, case, found.loads, found.dots)
     columns = tuple(r for r in roles if r[0] == "column")
     others = tuple(r for r in roles if r[0] != "column")
     mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score) if mask else None
@@ -162,8 +133,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
             quick=case.options.quick,
         )
         slabs = any(role == "slab" for role, _, _ in captured)
-        read = (read_in(load, role) for role, load, _ in captured)
-        gathered = tuple(zip(text.gradient.captured, read, strict=True)) if captured else ()
+        gathered = gathered_in(text, captured)
         whole = case.whole and (case.blocks is not None or BLOCK % tile.BLOCK_M == 0 and BLOCK % tile.BLOCK_N == 0)
         parameters = _parameters(name, case, text, mask_text, buffers_of(score, gathered), slabs)
         inside = batch_inside(score, mask) and not slabs
@@ -175,19 +145,6 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
 def strides(*tensors: str) -> list[str]:
     """The strides of (Z, H, S, D) tensors that are kernel arguments, of gradients and tangents ("dq", "qt"), too; the last is 1."""
     return [name for t in tensors for name in stride_names(t, "zhn" if t.strip("dt") in ("k", "v") else "zhm")]
-
-
-Gathered = tuple[tuple[CapturedGradient, Expr], ...]  # what a kernel gathers, and from which load
-
-
-def buffers_of(score: Mod | None, gathered: Gathered) -> tuple[Parameter, ...]:
-    """The parameters that take gradients of captured tensors."""
-    found = []
-    for captured, load in gathered:
-        dtype = dtype_name(score[0].tensors[load.attr].dtype) if captured.role == "store" else "float32"
-        meaning = captured.meaning.removeprefix("float32").removeprefix(":").strip()
-        found.append(pointer(captured.buffer, dtype, f"gradient of {captured.name}, {meaning}"))
-    return tuple(found)
 
 
 def statistics_read(delta: bool = True) -> tuple[Parameter, ...]:

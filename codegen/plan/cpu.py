@@ -8,15 +8,15 @@ import torch
 
 from ..mod.dtypes import dtype_name
 from ..mod.grad import differentiate
-from ..mod.loads import read_in
 from ..text.cpp import CPP, type_name
 from ..text.gradient_text import Differential
 from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .backward import SYMBOLS, BackwardCase, Gathered, buffers_of, dot_roles, role_of, strides
+from .backward import SYMBOLS, BackwardCase, strides
 from .forward import ForwardCase, Mod, block_flags, list_numbers, list_tables, lowered, scale_names, statistic_parameters, stride_names_of
+from .roles import Gathered, buffers_of, gathered_in, numbers_of_copies, roles_of
 from .statistics import StatisticsCase
 
 BLOCK_M, BLOCK_N = 64, 128
@@ -106,17 +106,16 @@ class CpuBackwardPlan:
 
 def plan_cpu_backward(case: BackwardCase, score: Mod | None, mask: Mod | None) -> CpuBackwardPlan:
     """The plan of cpu_backward, which takes head dims that are contiguous."""
-    dtype, blocks, roles, text = dtype_name(case.dtype), case.blocks, [], None
+    dtype, blocks, roles, text = dtype_name(case.dtype), case.blocks, (), None
     target = Target("cpu", dtype, case.exact_indices, CPP)
     if score:
         found = differentiate(score[0], case.captured)
         atomic = case._replace(deterministic=False)  # every sum has an order here
-        roles = [(role_of(load, score[1][load.attr], atomic), load, gradient) for load, gradient in found.loads]
-        roles += dot_roles(found.dots, case.captured)
-        differential = Differential(found.score, tuple(roles), case.ordinary)
+        roles = roles_of(score, atomic, found.loads, found.dots)
+        differential = Differential(found.score, roles, case.ordinary)
         text = mod_text(*score, SYMBOLS, target, tile="qk", differential=differential)
     mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score) if mask else None
-    gathered = tuple(zip(text.gradient.captured, (read_in(load, role) for role, load, _ in roles), strict=True)) if text else ()
+    gathered = gathered_in(text, roles)
     flags = {
         "LANGUAGE": CPP.name,
         "WRITTEN": ("DQ", "DK", "DV", "DK_SUMS", "DV_SUMS", "D_SINKS", *(c.buffer for c, _ in gathered)),
@@ -171,8 +170,7 @@ def _backward_parameters(
         "SM_SCALE",
         "TO_LOG2",
         *case.extras.numbers,
+        *numbers_of_copies(gathered),
     ]
-    shared = [c for c, _ in gathered if c.role == "atomic"]
-    sizes += [*(["ONE_COPY"] if shared else []), *(f"span_{c.name}_{c.load}" for c in shared)]
     mods = tuple(p for m in (text, mask) if m for p in m.parameters)
     return (*tensors, *numbers(*sizes, *list_numbers(case.blocks)), *list_tables(case.blocks), *mods, *buffers_of(score, gathered))

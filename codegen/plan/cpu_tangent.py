@@ -9,9 +9,10 @@ from ..text.mod_text import mod_text
 from ..text.parameters import numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .backward import buffers_of, role_of, strides
+from .backward import strides
 from .cpu import BLOCK_M, CpuBackwardPlan, CpuPlan
 from .forward import Mod, block_flags, list_numbers, list_tables
+from .roles import buffers_of, gathered_in, numbers_of_copies, roles_of
 from .tangent import INPUTS, SHAPES, SYMBOLS, Moved, TangentCase, tangent_flags, tangent_parameters
 
 BLOCK_N = 64
@@ -34,11 +35,11 @@ def plan_cpu_gradients(case: TangentCase, score: Moved | None, mask: Mod | None)
     target, dtype, roles, text = _target(case), dtype_name(case.dtype), (), None
     if score:
         ordered = case._replace(deterministic=False)  # every sum has an order here
-        roles = tuple((role_of(load, score.mod[1][load.attr], ordered), load, gradient) for load, gradient in score.tangents.of_loads)
+        roles = roles_of(score.mod, ordered, score.tangents.of_loads)
         derived = Differential(score.tangents.derived.score, roles, False, tangent=score.tangents.of_score)
         text = mod_text(*score.mod, SYMBOLS, target, tile="qk", differential=derived, tangent=score.tangents.result)
     mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score and score.mod) if mask else None
-    gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in roles), strict=True)) if text else ()
+    gathered = gathered_in(text, roles)
     inputs = (*INPUTS, *(f"{t}t" for t in INPUTS), "do")
     tensors = [pointer(t.upper(), dtype, SHAPES[t[0]]) for t in inputs]
     tensors += [pointer("STATS", "float32", "[Z, Hq, 5, Q_LEN]")]
@@ -46,9 +47,8 @@ def plan_cpu_gradients(case: TangentCase, score: Moved | None, mask: Mod | None)
     tensors += [
         pointer(f"D{t}_SUMS", "float32", f"[PARTS, Zkv, Hkv, KV_LEN, {rows}_ROWS], written") for t, rows in (("K", "QK"), ("V", "V"))
     ]
-    shared = [c for c, _ in gathered if c.role == "atomic"]
     sizes = ["Z", "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "PARTS", *strides(*inputs, "dq", "dk", "dv"), "SM_SCALE", "TO_LOG2"]
-    sizes += [*list_numbers(case.blocks), *(["ONE_COPY"] if shared else []), *(f"span_{c.name}_{c.load}" for c in shared)]
+    sizes += [*list_numbers(case.blocks), *numbers_of_copies(gathered)]
     mods = tuple(p for m in (text, mask_text) if m for p in m.parameters)
     flags = {"WRITTEN": ("DQ", "DK", "DV", "DK_SUMS", "DV_SUMS", *(c.buffer for c, _ in gathered)), **_flags(case)}
     parameters = (*tensors, *numbers(*sizes), *list_tables(case.blocks), *mods, *buffers_of(score and score.mod, gathered))

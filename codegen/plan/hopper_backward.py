@@ -25,9 +25,10 @@ from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .backward import SYMBOLS, BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
+from .backward import SYMBOLS, BackwardCase, delta_spec, strides
 from .forward import Mod, batch_inside, block_flags, list_numbers, list_tables, mask_of_runs
 from .hopper_forward import HEAVY, HeadGroup, scores_are_raw
+from .roles import Gathered, buffers_of, gathered_in, role_of, roles_of
 from .slices import parts_of, summed_columns
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
@@ -177,12 +178,12 @@ def plan_hopper_backward(
     """The plan for a case that `fits`; `tile` instead of its own, to measure another."""
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON)
     score_text = mask_text = None
-    gathered = ()
+    roles = ()
     check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
     if score:
         found = differentiate(score[0], case.captured)
         derivative = found.score
-        roles = tuple((role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads)
+        roles = roles_of(score, case, found.loads)
         names = SYMBOLS if roles else _SYMBOLS
         score_text = mod_text(
             *score,
@@ -192,7 +193,6 @@ def plan_hopper_backward(
             differential=Differential(derivative, roles, case.ordinary),
             vectors={**names, "q_idx": "rows", "kv_idx": "keys"} if not check_padding else None,
         )
-        gathered = tuple(zip(score_text.gradient.captured, (load for _, load, _ in roles), strict=True))
     shown = mask_of_runs(mask, "q_idx", target)
     if shown:
         mask_text = mod_text(*shown, _SYMBOLS, target, tile="qk", beside=score)
@@ -200,7 +200,7 @@ def plan_hopper_backward(
     scale_apart = score is not None or not case.scale_is_positive
     # share is read while S is computed: 5 % faster where that does not spill
     early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
-    inside = batch_inside(score, mask)
+    inside, gathered = batch_inside(score, mask), gathered_in(score_text, roles)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, inside, check_padding, early, buffers_of(score, gathered))
     delta = delta_spec(case, "cuda", "first" if fused.flag["ZERO_AHEAD"] else "all", fused.flag["SUM_IS_RAW"], inside)
     return HopperBackwardPlan(delta, fused, tile, score_text, mask_text, scale_apart, gathered)

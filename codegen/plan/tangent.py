@@ -20,9 +20,10 @@ from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from . import backward
-from .backward import Step, buffers_of, role_of, strides
+from .backward import Step, strides
 from .backward_tiles import tangent_tile
 from .forward import Blocks, Mod, block_flags, element_flags, list_numbers, list_tables
+from .roles import buffers_of, gathered_in, roles_of
 
 SYMBOLS = {**backward.SYMBOLS, "score_tangent": "qk_t", "grad_tangent": "grad_t"}
 INPUTS = ("q", "k", "v")
@@ -109,10 +110,9 @@ def tangent_parameters(case: TangentCase) -> tuple[list[Parameter], list[str]]:
 
 def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | None, mask: Mod | None) -> tuple[Step, Step]:
     """The tangents of dK and dV, and of dQ, behind the statistics of `plan_tangent`; arguments as there."""
-    target, dtype, roles, steps = _target(case, backend), dtype_name(case.dtype), [], []
+    target, dtype, roles, steps = _target(case, backend), dtype_name(case.dtype), (), []
     if score:
-        layouts = score.mod[1]
-        roles = [(role_of(load, layouts[load.attr], case), load, gradient) for load, gradient in score.tangents.of_loads]
+        roles = roles_of(score.mod, case, score.tangents.of_loads)
     mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score and score.mod) if mask else None
     inputs = (*INPUTS, *(f"{t}t" for t in INPUTS), "do")
     for name, own, written in (("tangent_dkv", True, ("dk", "dv")), ("tangent_dq", False, ("dq",))):
@@ -120,7 +120,7 @@ def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | No
         if score:
             derived = Differential(score.tangents.derived.score, captured, False, tangent=score.tangents.of_score)
             text = mod_text(*score.mod, SYMBOLS, target, tile="qk", differential=derived, tangent=score.tangents.result)
-        gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
+        gathered = gathered_in(text, captured)
         slabs = any(role == "slab" for role, _, _ in captured)
         found = [pointer(t.upper(), dtype, SHAPES[t[0]]) for t in inputs]
         found += [pointer("STATS", "float32", "[Z, Hq, 5, Q_LEN]")]
