@@ -21,6 +21,7 @@ from ..text.spec import KernelSpec
 from .backward_tiles import backward_tile
 from .extras import ORDINARY, Extras
 from .forward import Blocks, Mod, Options, batch_inside, block_flags, element_flags, list_numbers, list_tables, own_elements
+from .geometry import in_units, known_strides
 from .roles import Gathered, buffers_of, gathered_in, roles_of
 from .slices import padded
 from .tiles import BLOCK, Tile
@@ -293,15 +294,11 @@ class BackwardGeometry:
 def backward_geometry(itemsize: int, shapes: tuple, layouts: tuple) -> BackwardGeometry:
     """Of q, k, v, do, dq, dk, dv; a dimension of size 1 has stride 0."""
     names = (*_READ, "dq", "dk", "dv")
-    vector = 16 // itemsize
-    aligned, found, fits = [], {}, {}
+    vector, read, written, fits = 16 // itemsize, {}, {}, {}
     for name, shape, layout in zip(names, shapes, layouts, strict=True):
-        known = [0 if n == 1 else s for n, s in zip(shape, layout, strict=True)]
-        for label, stride in zip(strides(name), known[:3], strict=True):
-            if name in _READ and stride % vector == 0:
-                aligned.append(label)
-                stride //= vector
-            found[label] = stride
+        known = known_strides(shape, layout)
+        (read if name in _READ else written).update(zip(strides(name), known, strict=False))
         fits[name] = all(s % vector == 0 and (s or n == 1) for s, n in zip(known[:3], shape[:3], strict=True)) and shape[3] % vector == 0
         fits[name] = fits[name] and shape[3] <= WIDEST_TILE
-    return BackwardGeometry(tuple(aligned), found, (fits["k"] and fits["v"], fits["q"] and fits["do"]))
+    aligned, found = in_units(read, vector)
+    return BackwardGeometry(aligned, found | written, (fits["k"] and fits["v"], fits["q"] and fits["do"]))

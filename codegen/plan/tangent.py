@@ -23,6 +23,7 @@ from . import backward
 from .backward import Step, strides
 from .backward_tiles import tangent_tile
 from .forward import Blocks, Mod, block_flags, element_flags, list_numbers, list_tables
+from .geometry import in_units, known_strides
 from .roles import buffers_of, gathered_in, roles_of
 
 SYMBOLS = {**backward.SYMBOLS, "score_tangent": "qk_t", "grad_tangent": "grad_t"}
@@ -186,12 +187,8 @@ _READ = frozenset((*INPUTS, *(f"{t}t" for t in INPUTS), "do"))
 @remembered("geometries of tangents", 4096)
 def tangent_geometry(itemsize: int, layouts: tuple[tuple[str, tuple, tuple], ...]) -> TangentGeometry:
     """Of tensors as (name, shape, strides); a dimension of size 1 has stride 0."""
-    vector, aligned, found = 16 // itemsize, [], {}
+    read, written = {}, {}
     for name, shape, layout in layouts:
-        known = [0 if n == 1 else s for n, s in zip(shape, layout, strict=True)]
-        for label, stride in zip(strides(name), known[:3], strict=True):
-            if name in _READ and stride % vector == 0:
-                aligned.append(label)
-                stride //= vector
-            found[label] = stride
-    return TangentGeometry(tuple(aligned), found)
+        (read if name in _READ else written).update(zip(strides(name), known_strides(shape, layout), strict=False))
+    aligned, found = in_units(read, 16 // itemsize)
+    return TangentGeometry(aligned, found | written)

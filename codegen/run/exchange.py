@@ -13,6 +13,7 @@ import torch
 from ..device.cpp_compiler import torch_serves
 from ..device.devices import backend_of
 from ..plan.exchange import ExchangeCase, add_spec, copy_spec, positions_of_program
+from ..plan.geometry import in_units, known_strides
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from .launch import Launch
@@ -83,23 +84,12 @@ def _launch(
     if launch is not None:
         INFO.hits += 1
     else:
-        aligned, strides = _strides(strided)
+        strides = {}
+        for t, tensor in strided.items():
+            strides |= named_strides(t, "zhn", known_strides(tensor.shape, tensor.stride()))
+        aligned, strides = in_units(strides, 16 // k.element_size())
         spec = make(ExchangeCase(k.dtype, k.shape[3], v.shape[3], block, aligned), backend_of(device.type))
         launch = _launches[key] = Launch(spec, {"HEADS": Z * Hkv, "Hkv": Hkv, **sizes, **strides}, tuple(named))
     if not launch.again_with(list(named.values()), device):
         rows = positions_of_program(block, k.shape[3], v.shape[3])
         launch.with_constants((rows,), named, [], (blocks * (block // rows) * Z * Hkv,), device)
-
-
-def _strides(strided: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Strides by the names of parameters, and which are multiples of 16 bytes and in that unit. Those of one entry or head are 0."""
-    aligned, found = [], {}
-    for t, tensor in strided.items():
-        vector = 16 // tensor.element_size()
-        strides = (0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        for name, stride in named_strides(t, "zhn", strides).items():
-            if stride % vector == 0:
-                aligned.append(name)
-                stride //= vector
-            found[name] = stride
-    return tuple(aligned), found

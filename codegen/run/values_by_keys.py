@@ -6,6 +6,7 @@ import torch
 
 from ..device.cpp_compiler import torch_serves
 from ..device.devices import backend_of
+from ..plan.geometry import in_units, known_strides
 from ..plan.values_by_keys import OUT_STRIDES, ByKeysCase, by_keys_spec, keys_of_program
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
@@ -38,11 +39,11 @@ def _turn(v: torch.Tensor, out: torch.Tensor) -> None:
     if launch is not None:
         INFO.hits += 1
     else:
-        strides = named_strides("v", "zhnd", (0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)))
-        unit = strides["stride_vd"] == 1 or D == 1
-        aligned = tuple(name for name, stride in strides.items() if stride % 16 == 0 and name != "stride_vd")
-        numbers = {"H": H, "KV_LEN": KV_LEN, **strides, **dict(zip(OUT_STRIDES, out.stride(), strict=False))}
-        numbers |= {name: numbers[name] // 16 for name in (*aligned, *OUT_STRIDES)}
+        *rows, column = known_strides(v.shape, v.stride())
+        unit = column == 1 or D == 1
+        aligned, rows = in_units(named_strides("v", "zhn", rows), 16)
+        numbers = {"H": H, "KV_LEN": KV_LEN, "stride_vd": column, **rows}
+        numbers |= {name: stride // 16 for name, stride in zip(OUT_STRIDES, out.stride(), strict=False)}
         launch = _launches[key] = Launch(by_keys_spec(ByKeysCase(D, unit, aligned), backend_of(device.type)), numbers, tuple(named))
     if not launch.again_with(list(named.values()), device):
         block = keys_of_program(D)
