@@ -12,6 +12,7 @@ from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, MAX_HEAD_DIM_QK
 from .codegen.mod.tensors import LOWEST, check_kind, check_memory
 from .codegen.registry import Table
 from .codegen.run.call import Cached
+from .codegen.run.layouts import shares_memory
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -214,19 +215,9 @@ def check_no_gradients(function: str, instead: str, **tensors: torch.Tensor | No
             raise NotImplementedError(f"{name} requires grad, but {function} is not differentiable: {instead}")
 
 
-def _shares_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """May two indices of such a tensor name one place? Exact for what slicing, permuting and expanding make."""
-    reach = 0
-    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
 def check_writable(name: str, cache: torch.Tensor) -> None:
     """Every element has a place of its own."""
-    if _shares_memory(tuple(cache.shape), cache.stride()):
+    if shares_memory(cache.shape, cache.stride()):
         raise ValueError(
             f"{name} {tuple(cache.shape)} has strides {cache.stride()}: elements share memory (as expand makes it), so "
             f"what is written for one changes others; pass {name}.clone() or a tensor of its own"

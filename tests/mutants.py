@@ -559,7 +559,7 @@ PAGES = [
         "two sequences that share one row pass",
     ),
     Mutant(
-        "flexpress/cache_checks.py",
+        "codegen/run/layouts.py",
         "        if stride <= reach:",
         "        if stride < reach:",
         named("cache_arguments", "bad_calls_of_update"),

@@ -9,6 +9,7 @@ from ..mod.expr import Expr
 from ..plan.backward import Step
 from ..plan.hopper_backward import HopperBackwardPlan
 from .block_lists import BlockLists
+from .layouts import shares_memory
 
 _CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
 
@@ -22,17 +23,8 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with an element of its own in memory for every index."""
     # a dimension of one index may have stride 0, too, and is contiguous to torch
-    return tensor.clone(memory_format=torch.contiguous_format) if 0 in tensor.stride() else _without_overlaps(tensor)
-
-
-def _without_overlaps(tensor: torch.Tensor) -> torch.Tensor:
-    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if s and n > 1)
-    reach = 1
-    for stride, size in dims:
-        if stride < reach:
-            return tensor.contiguous()
-        reach = stride * size
-    return tensor
+    strides = tensor.stride()
+    return tensor.clone(memory_format=torch.contiguous_format) if 0 in strides or shares_memory(tensor.shape, strides) else tensor
 
 
 class Sums:

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: outputs as their inputs do, and rows that the backward kernels can read."""
+"""How tensors lie in memory: outputs as their inputs do, rows that the backward kernels can read, and elements that share a place."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ def _ordered(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> tuple[
         strides[i] = step
         step *= torch.sym_max(shape[i], 1)
     return tuple(strides)
+
+
+def shares_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """May two indices of such a tensor name one place? Exact for what slicing, permuting and expanding make."""
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def with_rows(tensor: torch.Tensor) -> torch.Tensor:
