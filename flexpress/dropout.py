@@ -11,6 +11,7 @@ from flexpress.checks import extent
 
 from .codegen.mod.tensors import check_kind, is_distributed, is_moving, readable
 from .codegen.plan.extras import DROPOUT_STEPS, dropout_numbers
+from .codegen.run.layouts import aligned
 
 _ROUNDS = 7
 _PRODUCTS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -56,8 +57,7 @@ def refuse_over_devices(dropout: Dropout | None, context, query: torch.Tensor) -
 
 def readable_seed(seed: torch.Tensor) -> torch.Tensor:
     """A seed as kernels read it, at a multiple of 16 bytes."""
-    seed = readable("dropout_seed", seed)
-    return seed if seed.data_ptr() % 16 == 0 else seed.clone()
+    return aligned(readable("dropout_seed", seed))
 
 
 def dropout_mask(seed: torch.Tensor, shape: tuple[int, int, int, int], dropout_p: float) -> torch.Tensor:

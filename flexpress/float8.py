@@ -17,11 +17,13 @@ from .codegen.device.devices import architecture_of
 from .codegen.gpus import WIDEST_TILE
 from .codegen.mod.tensors import check_kind, readable
 from .codegen.plan.forward import Options
+from .codegen.plan.geometry import known_strides
 from .codegen.plan.hopper_tiles import WIDEST_8
 from .codegen.plan.tiles import FEWEST_KEYS_8
 from .codegen.run.as_bfloat16 import as_bfloat16
 from .codegen.run.call import Cached, Scales
 from .codegen.run.forward_kernels import why_portable
+from .codegen.run.layouts import aligned
 from .codegen.run.values_by_keys import by_keys
 
 FLOAT8 = torch.float8_e4m3fn
@@ -125,11 +127,9 @@ def read_scales(given: Quantised | None) -> tuple[tuple[str, Scales], ...]:
     found = []
     for name, scale in zip("qkv", given, strict=False):
         if scale is not None:
-            scale = readable(f"{name}_scale", scale)
-            scale = scale if scale.data_ptr() % 16 == 0 else scale.clone()
+            scale = aligned(readable(f"{name}_scale", scale))
             spread = scale.reshape(1, 1) if scale.numel() == 1 else scale if scale.ndim == 2 else scale[None]
-            strides = tuple(0 if n == 1 else s for n, s in zip(spread.shape, spread.stride(), strict=True))
-            found.append((name, Scales(scale, strides)))
+            found.append((name, Scales(scale, known_strides(spread.shape, spread.stride()))))
     return tuple(found)
 
 

@@ -153,6 +153,18 @@ def rope_table(
     return (torch.stack([angles.cos(), angles.sin()], dim=-1) * (1.0 if scaling is None else scaling.table_factor)).float()
 
 
+def rotated(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, rope_tail: bool = False) -> torch.Tensor:
+    """x (..., D) as kernels turn it, in torch's operations. angles: rows of a rope_table, (..., rope_dim / 2, 2), that broadcast with x."""
+    cos, sin = angles.unbind(-1)
+    width = 2 * angles.shape[-2]
+    first = x.shape[-1] - width if rope_tail else 0
+    part = x[..., first : first + width].float()
+    a, b = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
+    pairs = a * cos - b * sin, b * cos + a * sin
+    found = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+    return torch.cat([x[..., :first], found.to(x.dtype), x[..., first + width :]], -1)
+
+
 def check_scaling(name: str, scaling, scale: float) -> None:
     """The argument `name`: a scaling, or None, and none beside a scale of positions."""
     if scaling is not None and not isinstance(scaling, (Llama3Scaling, YarnScaling)):

@@ -9,7 +9,7 @@ from flexpress.checks import DTYPES, check_are_tensors
 from flexpress.custom_ops import fake_of
 from flexpress.in_graph import compilable
 from flexpress.kv_cache import readable
-from flexpress.rope import check_reached, check_rope
+from flexpress.rope import check_reached, check_rope, rotated
 from flexpress.transformed import without_levels
 
 from .codegen.mod.tensors import is_transformed
@@ -76,15 +76,9 @@ def _in_torch(x, rope, positions, cu_seqlens_q, interleaved: bool, rope_tail: bo
         sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True)
         there, sequence = sequence < positions.shape[0], sequence.clamp(max=positions.shape[0] - 1)
         at = positions[sequence] + tokens - cu_seqlens_q[sequence]
-    cos, sin = rope[at.clamp(0, rope.shape[0] - 1)].unsqueeze(-4 if x.ndim == 4 else -3).unbind(-1)
-    width = 2 * rope.shape[-2]
-    first = x.shape[-1] - width if rope_tail else 0
-    part = x[..., first : first + width].float()
-    a, b = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
-    pairs = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
-    turned = torch.cat([x[..., :first], turned.to(x.dtype), x[..., first + width :]], -1)
-    return turned if there is None else torch.where(there[:, None, None], turned, x)
+    angles = rope[at.clamp(0, rope.shape[0] - 1)].unsqueeze(-4 if x.ndim == 4 else -3)
+    found = rotated(x, angles, interleaved, rope_tail)
+    return found if there is None else torch.where(there[:, None, None], found, x)
 
 
 @torch.library.custom_op("flexpress::apply_rope", mutates_args=())

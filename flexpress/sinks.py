@@ -8,6 +8,7 @@ from torch.nn.functional import softplus
 from flexpress import checks
 
 from .codegen.mod.tensors import check_kind, readable
+from .codegen.run.layouts import aligned
 
 
 def check_sinks(sinks, heads: int, device: torch.device) -> None:
@@ -27,12 +28,7 @@ def check_sinks(sinks, heads: int, device: torch.device) -> None:
 def read_sinks(sinks, heads: int, device: torch.device) -> torch.Tensor:
     """Sinks as kernels read them. Raises as check_sinks does."""
     check_sinks(sinks, heads, device)
-    return in_place(readable("sinks", sinks))
-
-
-def in_place(sinks: torch.Tensor) -> torch.Tensor:
-    """Contiguous and at a multiple of 16 bytes."""
-    return sinks if sinks.is_contiguous() and sinks.data_ptr() % 16 == 0 else sinks.clone(memory_format=torch.contiguous_format)
+    return aligned(readable("sinks", sinks).contiguous())
 
 
 def fold_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -866,8 +866,8 @@ SINKS = [
     ),
     Mutant(
         "flexpress/sinks.py",
-        "sinks.data_ptr() % 16 == 0",
-        "True",
+        'aligned(readable("sinks", sinks).contiguous())',
+        'readable("sinks", sinks).contiguous()',
         named("sinks", "place"),
         "sinks at any address reach kernels that were compiled for multiples of 16",
     ),
@@ -896,8 +896,8 @@ FLOAT8 = [
     ),
     Mutant(
         "flexpress/float8.py",
-        "scale.data_ptr() % 16 == 0",
-        "True",
+        'aligned(readable(f"{name}_scale", scale))',
+        'readable(f"{name}_scale", scale)',
         named("float8", "place"),
         "scales at any address reach kernels that were compiled for multiples of 16",
     ),

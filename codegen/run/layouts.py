@@ -47,6 +47,11 @@ def shares_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return False
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor at a multiple of 16 bytes, or such a copy."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def with_rows(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if its rows are contiguous, not too far apart, and 16-byte steps apart where they can be, else a copy."""
     return tensor if _has_rows(tensor.shape, tensor.stride(), 16 // tensor.element_size()) else tensor.contiguous()

@@ -17,6 +17,7 @@ from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, read_option
 from flexpress.in_graph import compilable
 from flexpress.kv_cache import update_cache
 from flexpress.packed_checks import check_cu_seqlens
+from flexpress.rope import rotated
 
 COPIED_FROM = {"cuda": 512, "cpu": sys.maxsize}  # queries of a sequence, beside which a copy of the keys behind left padding is little
 
@@ -272,18 +273,8 @@ def _append(query, k, v, k_cache, v_cache, lengths: tuple, where: dict, rope, in
         return turned
     steps = torch.arange(queries, dtype=torch.int32, device=query.device)
     positions = before[:, None] + (steps if limited else torch.zeros_like(steps))
-    return _turned(query.transpose(1, 2), rope, positions, interleaved).transpose(1, 2)
-
-
-def _turned(q: torch.Tensor, rope: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """q (B, Sq, H, D), its first dimensions turned by the angles of positions (B, Sq)."""
-    cos, sin = rope[positions.clamp(0, rope.shape[0] - 1)].unsqueeze(2).unbind(-1)
-    half = rope.shape[1]
-    part, rest = q[..., : 2 * half].float(), q[..., 2 * half :]
-    first, second = part.unflatten(-1, (half, 2)).unbind(-1) if interleaved else part.split(half, -1)
-    pairs = first * cos - second * sin, second * cos + first * sin
-    turned = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
-    return torch.cat((turned.to(q.dtype), rest), -1)
+    angles = rope[positions.clamp(0, rope.shape[0] - 1)].unsqueeze(2)
+    return rotated(query.transpose(1, 2), angles, interleaved).transpose(1, 2)
 
 
 def _check_contents(lengths, new: int, room: int, cache, cache_batch_idx, block_table) -> None:
