@@ -134,6 +134,25 @@ class Walk(NamedTuple):
         return tiles_of(self.length, tile.BLOCK_M, lists, "q_block")
 
 
+def launch_gathering(walk: Walk, lists: BlockLists | None, tensors: dict, captured: list, sums: Sums, device: torch.device) -> None:
+    """Launch a kernel that gathers gradients of captured tensors: once, or where positions of one head are stored, head by head."""
+    step, heads = walk.step, walk.heads
+
+    def launch(tile: Tile) -> None:
+        tiles = walk.tiles(lists)
+        if not step.spec.flag["SLABS"]:
+            walk.launch.with_tile(tile, {**tensors, **sums.tensors(step, tiles)}, captured, (tiles * heads,), device)
+            return
+        for head in range(heads):
+            given = {**tensors, **sums.tensors(step, tiles), "first_tile": head * tiles}
+            walk.launch.with_tile(tile, given, captured, (tiles,), device)
+            if sums.device is META:
+                return
+            sums.add_slabs(step, divmod(head, sums.extents[1]))
+
+    launch_fitting(step, launch)
+
+
 class _Kernels:
     """The kernels of one pass in calls of a kind: all is decided but addresses and what mods capture.
 
@@ -238,21 +257,7 @@ class TwoPass(_Kernels):
             self.add(step.spec, step, *((lists, "kv") if name == "dq" else (transposed, "q")))
 
     def _launch(self, walk: Walk, lists: BlockLists | None, tensors: dict, captured: list, sums: Sums, device: torch.device) -> None:
-        step, heads = walk.step, walk.heads
-
-        def launch(tile: Tile) -> None:
-            tiles = walk.tiles(lists)
-            if not step.spec.flag["SLABS"]:
-                walk.launch.with_tile(tile, {**tensors, **sums.tensors(step, tiles)}, captured, (tiles * heads,), device)
-                return
-            for head in range(heads):
-                given = {**tensors, **sums.tensors(step, tiles), "first_tile": head * tiles}
-                walk.launch.with_tile(tile, given, captured, (tiles,), device)
-                if self.writes_to is META:
-                    return
-                sums.add_slabs(step, divmod(head, self.sizes.extents[1]))
-
-        launch_fitting(step, launch)
+        launch_gathering(walk, lists, tensors, captured, sums, device)
 
 
 class Fused(_Kernels):

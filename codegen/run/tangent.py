@@ -23,6 +23,7 @@ from ..plan.tiles import Tile
 from ..registry import Table
 from ..text.layouts import layouts_of
 from ..text.mod_text import mod_values
+from .backward_kernels import Walk, launch_gathering
 from .block_lists import BlockLists, tiles_of
 from .call import Bound, keys_of, reached
 from .captured import Sums
@@ -262,17 +263,7 @@ class _Pass:
         sums = Sums((dkv, dq), score, self.extents, self.device, bound.lists)
         transposed = bound.transposed(bound.mask) if bound.transposed else None
         for step, lists, axis, heads, length in ((dkv, transposed, "q", Zkv * Hkv, KV_LEN), (dq, bound.lists, "kv", Z * Hq, Q_LEN)):
-            launch_fitting(step, functools.partial(self._gradient, step, lists, axis, heads, length, sums))
+            walk = Walk(step, self._launch(step, lists, axis), axis, heads, length)
+            given = {**self.tensors, **(lists.tensors(axis) if lists else {})}
+            launch_gathering(walk, lists, given, self._captured(step), sums, self.device)
         return sums.gradients()
-
-    def _gradient(self, step: Step, lists: BlockLists | None, axis: str, heads: int, length: int, sums: Sums, tile: Tile) -> None:
-        tiles = tiles_of(length, tile.BLOCK_N, lists, "kv_block") if axis == "q" else tiles_of(length, tile.BLOCK_M, lists, "q_block")
-        launch, given = self._launch(step, lists, axis), {**self.tensors, **(lists.tensors(axis) if lists else {})}
-        captured = self._captured(step)
-        if not step.spec.flag["SLABS"]:
-            launch.with_tile(tile, {**given, **sums.tensors(step, tiles)}, captured, (tiles * heads,), self.device)
-            return
-        for head in range(heads):
-            named = {**given, **sums.tensors(step, tiles), "first_tile": head * tiles}
-            launch.with_tile(tile, named, captured, (tiles,), self.device)
-            sums.add_slabs(step, divmod(head, self.extents[1]))
