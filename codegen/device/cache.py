@@ -54,7 +54,7 @@ def cache_dir() -> Path | None:
 def store(source: str, spec: KernelSpec) -> PrintedKernel:
     """Put a kernel's text on disk (or find it there) and return the file and the text that it holds."""
     key = key_of(source, _backend(spec))
-    name = folder.file_name(spec.name, key[:12]) + (".cpp" if _backend(spec) == "cpp" else ".py")
+    name = folder.file_name(spec.name, key[:12]) + f".{language_of(spec).suffix}"
     place, found = folder.path(), (folder.read(name) or b"").decode("utf-8", "replace")
     if key_of(found, _backend(spec)) != key:  # else the same code, whatever its comments say
         place, found = folder.write(name, source.encode()), source

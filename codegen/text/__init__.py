@@ -3,11 +3,11 @@
 code            an expression as a kernel spells it, and a statement
 lines           text of the user's that a kernel shows in comments
 parsing         reading Python: prints and users' lines
+parameters      a kernel's arguments as data
 language        what a language of kernels offers
 spelling        expressions in Python's syntax, with as few parentheses as a reader wants
 languages       Triton and Gluon
 layouts         what a kernel's text knows of how captured tensors lie in memory
-parameters      a kernel's arguments as data
 cpp             C++
 snippet         what lowering takes and gives
 expressions     expressions of a mod as code

@@ -31,6 +31,7 @@ class Cpp(Triton):
     name: str = "cpp"
     module: str = ""
     jit: str = ""
+    suffix: str = "cpp"
     has_rows: bool = True
 
     def literal(self, value) -> Code:
@@ -93,6 +94,21 @@ class Cpp(Triton):
             lines.append(f"const auto {s.name} = {s.value};")
         return tuple(lines)
 
+    def signature(self, parameters: tuple[Parameter, ...], mods: Iterable, written: tuple[str, ...]) -> str:
+        return fields(parameters, mods, written)
+
+    def element(self, dtype: str) -> str:
+        return _TYPES.get(dtype, "")
+
+    def without_comments(self, source: str) -> str:
+        return without_comments(source)
+
+    def runs_on(self, source: str) -> bool:
+        return any(map(_goes_on, source.split("\n")))
+
+    def check_syntax(self, source: str, template: str) -> None:
+        """The compiler does."""
+
 
 def _spelled(column: str | dict[str, str], operands: str) -> str | None:
     return column if isinstance(column, str) else column.get(operands)
@@ -103,7 +119,11 @@ CPP = Cpp()
 
 def comment(text: str) -> str:
     """A line of a comment. One that ended with a backslash, or a trigraph of it, would go on in the next line."""
-    return f"// {text}|" if text.endswith(("\\", "??/")) else f"// {text}"
+    return f"// {text}|" if _goes_on(text) else f"// {text}"
+
+
+def _goes_on(line: str) -> bool:
+    return line.endswith(("\\", "??/"))
 
 
 def without_comments(source: str) -> str:

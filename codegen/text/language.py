@@ -9,6 +9,7 @@ import torch
 
 from ..mod.op import Op
 from .code import Code, Statement
+from .parameters import Parameter
 
 EXACT = "exact"  # in place of a dtype: of an operation that something is decided by, which all kernels compute alike
 
@@ -24,6 +25,7 @@ class Language(ABC):
     name: str
     module: str  # what kernels call it, and templates `tl`
     jit: str  # the decorator of its functions, in templates `jit`
+    suffix: str  # of its files, and before that of its templates
     has_rows: bool = False  # rows of captured tensors are values, `row_at`, and their products numbers, `dot`; else both are tiles
 
     # ---- names and numbers
@@ -143,3 +145,25 @@ class Language(ABC):
     @abstractmethod
     def lines(self, statements: Iterable[Statement]) -> tuple[str, ...]:
         """Statements as they stand in a kernel, below comments with the user's lines that they come from."""
+
+    @abstractmethod
+    def signature(self, parameters: tuple[Parameter, ...], mods: Iterable, written: tuple[str, ...]) -> str:
+        """The parameters as a kernel declares them. mods: those that capture some, or None; written: tensors that are not only read."""
+
+    @abstractmethod
+    def element(self, dtype: str) -> str:
+        """What templates call a dtype, given by its name; "" where they take it from tensors, or there is none."""
+
+    # ---- prints
+
+    @abstractmethod
+    def without_comments(self, source: str) -> str:
+        """The text of a kernel without comments and blank lines."""
+
+    @abstractmethod
+    def runs_on(self, source: str) -> bool:
+        """Does a line, which may be a comment, go on in the next one?"""
+
+    @abstractmethod
+    def check_syntax(self, source: str, template: str) -> None:
+        """Raises RenderError for what is seen to be wrong without a compiler."""

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from ..mod.dtypes import compute_dtype, dtype_name
+from ..mod.errors import RenderError
 from ..mod.op import Op
 from .code import Code, Statement, Use
 from .language import EXACT, Language
-from .lines import provenance
+from .lines import one_line, provenance
+from .parameters import Parameter, signature
+from .parsing import without_comments
 from .spelling import ATOM, NAME, UNARY, literal_text, read_spelling
 
 
@@ -23,6 +26,7 @@ class Triton(Language):
     name: str = "triton"
     module: str = "tl"
     jit: str = "triton.jit"
+    suffix: str = "py"
 
     def symbol(self, name: str) -> Code:
         return Code(name, NAME, (Use(name),))
@@ -117,6 +121,28 @@ class Triton(Language):
                 last = s.source
             lines.append(f"{s.name} = {s.value}")
         return tuple(lines)
+
+    def signature(self, parameters: tuple[Parameter, ...], mods: Iterable, written: tuple[str, ...]) -> str:
+        names = {"score_mod" if m.kind == "score" else "mask_mod": m.name for m in mods if m}
+        return signature(parameters, names, self.module)
+
+    def element(self, dtype: str) -> str:
+        return ""
+
+    def without_comments(self, source: str) -> str:
+        return without_comments(source)
+
+    def runs_on(self, source: str) -> bool:
+        return False
+
+    def check_syntax(self, source: str, template: str) -> None:
+        try:
+            compile(source, template, "exec", dont_inherit=True)  # no tree, which takes twice as long
+        except (SyntaxError, ValueError) as error:
+            line = source.split("\n")[(getattr(error, "lineno", None) or 1) - 1]
+            raise RenderError(
+                f"templates/{template}.py.jinja printed a line that is not Python ({error}):\n    {one_line(line.strip())}"
+            ) from error
 
 
 @dataclass(frozen=True)

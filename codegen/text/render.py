@@ -10,12 +10,9 @@ from pathlib import Path
 import jinja2
 
 from ..mod.errors import RenderError
-from . import cpp, parsing
-from .cpp import CPP, comment, fields, type_name
+from .cpp import CPP, comment
 from .language import Language
 from .languages import GLUON, TRITON
-from .lines import one_line
-from .parameters import signature
 from .spec import KernelSpec, without_texts
 from .spelling import literal_text
 from .template_code import TemplateCode
@@ -67,13 +64,11 @@ def python_literal(value) -> str:
 def render(spec: KernelSpec) -> str:
     """The text of the kernel that `spec` describes. Raises RenderError if a template prints something that is not Python, or if a text
     of the user's, which belongs into comments, would be more than a comment."""
-    text, without = _text(spec), _text(without_texts(spec))
-    code = cpp.without_comments if language_of(spec) is CPP else parsing.without_comments
-    same = code(text) == code(without)  # nothing of the user's is in the code, or it would not be the same without the user's texts
-    if language_of(spec) is CPP:
-        same = same and not any(line.endswith(("\\", "??/")) for line in text.split("\n"))
-    elif same:
-        _check_syntax(text, spec.template)
+    text, without, language = _text(spec), _text(without_texts(spec)), language_of(spec)
+    # nothing of the user's is in the code, or it would not be the same without the user's texts
+    same = language.without_comments(text) == language.without_comments(without) and not language.runs_on(text)
+    if same:
+        language.check_syntax(text, spec.template)
     if not text.replace("\n", "").isprintable() or not same:
         raise RenderError(
             f"templates/{file_of(spec)} printed a source line or a name of the mod's as code. This is an error in "
@@ -84,7 +79,8 @@ def render(spec: KernelSpec) -> str:
 
 def file_of(spec: KernelSpec) -> str:
     """The name of a kernel's template."""
-    return f"{spec.template}.{'cpp' if language_of(spec) is CPP else 'py'}.jinja"
+    language = language_of(spec)
+    return f"{spec.template}.{language.suffix}.jinja"
 
 
 def _text(spec: KernelSpec) -> str:
@@ -93,11 +89,10 @@ def _text(spec: KernelSpec) -> str:
     library = _helpers(**words)
     helpers = tuple(dict.fromkeys(h for m in spec.mods if m for h in m.helpers))
     texts = [getattr(library, h)().strip() for h in helpers]
-    names = {"score_mod" if m.kind == "score" else "mask_mod": m.name for m in spec.mods if m}
     context = {
         "numbers": tuple(p.name for p in spec.parameters if p.is_number),
         "parameters": tuple(p.name for p in spec.parameters if p.is_number and not p.is_captured),
-        "signature": _signature(spec, language, names),
+        "signature": language.signature(spec.parameters, spec.mods, spec.flag.get("WRITTEN", ())),
         **spec.flag,
         "score_mod": None,
         "mask_mod": None,
@@ -108,23 +103,7 @@ def _text(spec: KernelSpec) -> str:
         **words,
         "title": spec.name.replace("_", " "),
         "entry": spec.template,
-        "element": type_name(spec.flag["DTYPE"]) if language is CPP and "DTYPE" in spec.flag else "",
+        "element": language.element(spec.flag.get("DTYPE", "")),
         "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),
     }
     return environment().get_template(file_of(spec)).render(context)
-
-
-def _signature(spec: KernelSpec, language: Language, mods: dict[str, str]) -> str:
-    if language is CPP:
-        return fields(spec.parameters, spec.mods, spec.flag["WRITTEN"])
-    return signature(spec.parameters, mods, language.module)
-
-
-def _check_syntax(text: str, template: str) -> None:
-    try:
-        compile(text, template, "exec", dont_inherit=True)  # no tree, which takes twice as long
-    except (SyntaxError, ValueError) as error:
-        line = text.split("\n")[(getattr(error, "lineno", None) or 1) - 1]
-        raise RenderError(
-            f"templates/{template}.py.jinja printed a line that is not Python ({error}):\n    {one_line(line.strip())}"
-        ) from error
