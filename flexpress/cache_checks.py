@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,19 @@ from .codegen.run.call import Cached
 from .codegen.run.layouts import shares_memory
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class CacheTables(NamedTuple):
+    """Where the sequences of a batch are, as update_cache and cached_attention are given it."""
+
+    kv_len: torch.Tensor
+    page_table: torch.Tensor | None = None
+    cache_loc: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    max_q_len: int | None = None
+    q_offset: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 def described(value) -> str:
@@ -67,43 +81,38 @@ def check_batch(
     tokens,
     k_cache,
     v_cache,
-    kv_len,
-    page_table,
-    cache_loc,
-    cu_seqlens_q,
-    max_q_len,
-    q_offset,
-    k_scale,
-    v_scale,
+    tables: CacheTables,
     others: tuple = (),
     check_others: Callable | None = None,
     check: bool | None = False,
 ) -> tuple[Cached, torch.Tensor | None]:
-    """Those arguments, put together, and q_offset. `tokens`, an argument of that name, is (B, H, Q_LEN, D), or (T, H, D) with
+    """Where sequences are, and q_offset. `tokens`, an argument of that name, is (B, H, Q_LEN, D), or (T, H, D) with
     cu_seqlens_q. Checks are skipped for forms that passed before; `check_others(tokens, k_cache, v_cache,
     *others)` looks at others. Rows of page_table that cache_loc names become a table of their own."""
-    tables = kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale
-    forms = forms_of(name, max_q_len, tokens, k_cache, v_cache, *tables, *others)
+    forms = forms_of(name, tokens, k_cache, v_cache, *tables, *others)
     try:
         contiguous = _passed.get(forms)
     except TypeError:  # lists and dicts have no hash
         forms = contiguous = None
     if contiguous is None:
-        _check_batch(name, tokens, k_cache, v_cache, *tables[:4], max_q_len, *tables[4:])
+        _check_batch(name, tokens, k_cache, v_cache, tables)
         if check_others is not None:
             check_others(tokens, k_cache, v_cache, *others)
-        contiguous = all([t is None or t.stride(-1) == 1 for t in tables])
+        contiguous = all(map(_has_contiguous_rows, tables))
         if forms is not None:
             _passed[forms] = contiguous
     if not contiguous:  # kernels read contiguous rows
-        kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale = (
-            t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tables
-        )
+        tables = CacheTables(*(t if _has_contiguous_rows(t) else t.contiguous() for t in tables))
+    kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale = tables
     if page_table is not None and cache_loc is not None:
         page_table, cache_loc = _named_rows(page_table, cache_loc, looks(check, tokens)), None
     most = tokens.shape[2 if cu_seqlens_q is None else 0]
     max_q = most if max_q_len is None else min(whole("max_q_len", max_q_len), most)
     return Cached(cu_seqlens_q, max_q, kv_len, cache_loc, page_table, k_scale, v_scale), q_offset
+
+
+def _has_contiguous_rows(table: torch.Tensor | int | None) -> bool:
+    return not isinstance(table, torch.Tensor) or table.stride(-1) == 1
 
 
 def looks(check: bool | None, tokens: torch.Tensor) -> bool:
@@ -124,9 +133,8 @@ def _named_rows(page_table: torch.Tensor, cache_loc: torch.Tensor, look: bool) -
     return page_table.index_select(0, row).masked_fill_((row != cache_loc)[:, None], -1)
 
 
-def _check_batch(
-    name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
-) -> None:
+def _check_batch(name, tokens, k_cache, v_cache, given: CacheTables) -> None:
+    kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale = given
     ragged = cu_seqlens_q is not None
     _check_caches(name, tokens, "(T, H, D) with cu_seqlens_q" if ragged else "(B, H, Q_LEN, D)", k_cache, v_cache, k_scale, v_scale)
     device = tokens.device

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import flexpress.cached
 import flexpress.kv_cache
+from flexpress.cache_checks import CacheTables
 from flexpress.custom_ops import fake_of, operator_of_mods
 from flexpress.float8 import output_dtype
 from flexpress.programs import Captures, on_device, read_program
@@ -44,11 +45,11 @@ def cached_attention(
     """out and lse of flexpress.cached_attention, which has the same arguments."""
     asked = read_program(program)
     score, mask = asked.mods(Captures(on_device(query.device, tensors), ints, floats))
-    places = {"page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len, "q_offset": q_offset}
+    tables = CacheTables(kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale)
     with torch.no_grad(), nothing_kept():
         return flexpress.cached.cached_attention(
-            *(query, k_cache, v_cache, kv_len),
-            **{**places, "score_mod": score, "mask_mod": mask, "scale": scale, "k_scale": k_scale, "v_scale": v_scale},
+            *(query, k_cache, v_cache),
+            **{**tables._asdict(), "score_mod": score, "mask_mod": mask, "scale": scale},
             **{"return_lse": True, "batch_invariant": batch_invariant, "check": check, "sinks": sinks},
             **{"q_scale": q_scale, "out_dtype": asked.out_dtype},
         )
@@ -87,12 +88,11 @@ def update_cache(
     rope_tail: bool = False,
 ) -> torch.Tensor:
     """flexpress.update_cache, which has the same arguments; empty without query."""
-    places = {"page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len, "q_offset": q_offset}
+    tables = CacheTables(kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale)
     with torch.no_grad():
         turned = flexpress.kv_cache.update_cache(
-            *(key, value, k_cache, v_cache, kv_len),
-            **{**places, "query": query, "rope": rope, "interleaved": interleaved, "rope_tail": rope_tail},
-            **{"k_scale": k_scale, "v_scale": v_scale, "check": check},
+            *(key, value, k_cache, v_cache),
+            **{**tables._asdict(), "query": query, "rope": rope, "interleaved": interleaved, "rope_tail": rope_tail, "check": check},
         )
     return key.new_empty(0) if turned is None else turned
 

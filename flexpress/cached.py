@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 
 from flexpress import checks
-from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_positive, looks
+from flexpress.cache_checks import CacheTables, check_batch, check_contents, check_no_gradients, check_positive, looks
 from flexpress.cached_calls import INSTEAD, call_of, check_mod_learns_nothing, check_serves, check_sinks_learn_nothing, scale_of
 from flexpress.cached_problem import CachedProblem
 from flexpress.float8 import FLOAT8, check_cached_query, output_dtype, with_query_scale
@@ -178,13 +178,14 @@ def cached_attention(
     with batch_invariant, for mods with dot products of rows, and where torch records the call. Method: Hydragen (Juravsky et al. 2024,
     arXiv 2402.05099), cascade inference of FlashInfer (Ye et al. 2025, arXiv 2501.01005).
     """
-    tables, of_query = (page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale), (q_scale, out_dtype)
+    tables = CacheTables(kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale)
+    of_query = q_scale, out_dtype
     if is_recorded("cached_attention", query, k_cache, v_cache):
-        run = _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks)
+        run = _recorded(query, k_cache, v_cache, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks)
         found = run(query)
     else:
         what = score_mod, mask_mod, scale, sinks, batch_invariant
-        found = _attend_all(_problem(query, k_cache, v_cache, kv_len, tables, of_query, what, check, shared_prefix), shared_prefix)
+        found = _attend_all(_problem(query, k_cache, v_cache, tables, of_query, what, check, shared_prefix), shared_prefix)
     return found if return_lse else found[0]
 
 
@@ -208,11 +209,11 @@ def attention_after(
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """cached_attention in two steps, for what writes to the caches in between: a bad argument must not leave them changed. All that it
     raises for arguments is raised here. Returns a function from the queries, which may have been turned, to out and lse."""
-    tables, of_query = (page_table, cache_loc, cu_seqlens_q, None, None, k_scale, v_scale), (None, None)
+    tables, of_query = CacheTables(kv_len, page_table, cache_loc, cu_seqlens_q, k_scale=k_scale, v_scale=v_scale), (None, None)
     if is_recorded("cached_attention", query, k_cache, v_cache):
-        return _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, False, check, sinks)
+        return _recorded(query, k_cache, v_cache, tables, of_query, score_mod, mask_mod, scale, False, check, sinks)
     what = score_mod, mask_mod, scale, sinks
-    problem = _problem(query, k_cache, v_cache, kv_len, tables, of_query, what, check, shared_prefix)
+    problem = _problem(query, k_cache, v_cache, tables, of_query, what, check, shared_prefix)
     dtype = problem.query.dtype  # which autocast may have chosen
     if scale is not None:
         scale_of(scale, None, query)
@@ -228,20 +229,15 @@ def attention_after(
     return attend
 
 
-def _problem(query, k_cache, v_cache, kv_len, tables: tuple, of_query: tuple, what: tuple, check, shared_prefix) -> CachedProblem:
-    """The call, checked. tables and of_query: as place_batch has them; what: fields of CachedProblem from score_mod on."""
-    placed = widen(*place_batch(query, k_cache, v_cache, kv_len, check, tables, of_query), k_cache, *of_query)
+def _problem(query, k_cache, v_cache, tables: CacheTables, of_query: tuple, what: tuple, check, shared_prefix) -> CachedProblem:
+    """The call, checked. of_query: q_scale and out_dtype; what: fields of CachedProblem from score_mod on."""
+    placed = widen(*place_batch(query, k_cache, v_cache, tables, of_query, check), k_cache, *of_query)
     problem = CachedProblem(*placed, k_cache, v_cache, *what)
     if shared_prefix is not None:
-        _check_shared(shared_prefix, problem, kv_len, tables, check)
+        check_shared(shared_prefix, problem.query, tables, k_cache)
+        if looks(check, problem.query):
+            check_contents_of(shared_prefix, tables.kv_len, problem.where.pages)  # type: ignore[arg-type]  # check_shared saw some
     return problem
-
-
-def _check_shared(shared_prefix, problem: CachedProblem, kv_len, tables: tuple, check: bool | None) -> None:
-    page_table, cache_loc, cu_seqlens_q, _, q_offset, *_ = tables
-    check_shared(shared_prefix, problem.query, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, problem.k_cache)
-    if looks(check, problem.query):
-        check_contents_of(shared_prefix, kv_len, problem.where.pages)  # type: ignore[arg-type]  # check_shared saw that there are some
 
 
 def _attend_all(problem: CachedProblem, shared_prefix) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,38 +258,36 @@ def _of_nothing(problem: CachedProblem, out: torch.Tensor, lse: torch.Tensor) ->
     return out, torch.where(there[:, None], problem.sinks.float(), lse)
 
 
-def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks) -> Callable:
+def _recorded(query, k_cache, v_cache, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks) -> Callable:
     """For calls that torch is to see: from the queries to out and lse, by the operator."""
     if sinks is not None:
         check_sinks(sinks, query.shape[1], query.device)
         check_sinks_learn_nothing(sinks)
-    place_batch(query, k_cache, v_cache, kv_len, False, tables, of_query)
+    place_batch(query, k_cache, v_cache, tables, of_query, False)
     scale, score_mod = scale_of(scale, score_mod, query)
     score, mask = bound_mod(score_mod, "score", query.device), bound_mod(mask_mod, "mask", query.device)
     for bound in (score, mask):
         check_mod_learns_nothing(bound, "score" if bound is score else "mask")
     program = mod_program(score, mask, out=of_query[1] and dtype_name(of_query[1])).text()
     return lambda queries: torch.ops.flexpress.cached_attention(
-        *(*checks.autocast(queries), k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)),
+        *(*checks.autocast(queries), k_cache, v_cache, *tables, *captures_of(score, mask)),
         *(scale, batch_invariant, check, program, sinks, of_query[0]),
     )
 
 
-def place_batch(query, k_cache, v_cache, kv_len, check, tables, of_query) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
+def place_batch(query, k_cache, v_cache, tables: CacheTables, of_query: tuple, check) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
     """query as kernels read it, where the sequences are, and q_offset; all checked."""
     if torch._C._is_any_autocast_enabled():
         (query,) = checks.autocast(query)
-    pages, locations, starts, most, offset, k_scale, v_scale = tables
-    batch = kv_len, pages, locations, starts, most, offset, k_scale, v_scale, of_query, check_cached_query, check
-    where, q_offset = check_batch("query", query, k_cache, v_cache, *batch)
+    where, q_offset = check_batch("query", query, k_cache, v_cache, tables, of_query, check_cached_query, check)
     if query.shape[1] % k_cache.shape[2]:
         raise ValueError(
             f"query {tuple(query.shape)} has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache "
             f"{tuple(k_cache.shape)}"
         )
     if torch.is_grad_enabled():
-        tensors = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "q_scale": of_query[0], "k_scale": k_scale, "v_scale": v_scale}
-        check_no_gradients("cached_attention", INSTEAD, **tensors)
+        tensors = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "q_scale": of_query[0]}
+        check_no_gradients("cached_attention", INSTEAD, **tensors, k_scale=tables.k_scale, v_scale=tables.v_scale)
     if looks(check, query):
         check_contents(query, k_cache, where, q_offset)
         check_positive("q_scale", of_query[0])

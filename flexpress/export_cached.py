@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from flexpress import checks
-from flexpress.cache_checks import check_batch
+from flexpress.cache_checks import CacheTables, check_batch
 from flexpress.export import asked_target, bound_mod, refuse_layout
 from flexpress.exported_files import write
 from flexpress.mods import MaskMod, ScoreMod
@@ -65,8 +65,8 @@ def export_cached(
     overwrite = flag("overwrite", overwrite)
     if page_table is not None and cache_loc is not None:
         raise ValueError("export_cached takes page_table or cache_loc, not both; pass page_table[cache_loc]")
-    places = page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
-    where, q_offset = check_batch("query", query, k_cache, v_cache, kv_len, *places)
+    tables = CacheTables(kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale)
+    where, q_offset = check_batch("query", query, k_cache, v_cache, tables)
     _refuse(query, k_cache, v_cache, scale)
     if sinks is not None:
         check_sinks(sinks, query.shape[1], query.device)

@@ -8,7 +8,16 @@ import torch
 from torch.autograd.graph import increment_version
 
 from flexpress import checks
-from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described, looks
+from flexpress.cache_checks import (
+    CacheTables,
+    check_batch,
+    check_contents,
+    check_no_gradients,
+    check_plain,
+    check_writable,
+    described,
+    looks,
+)
 from flexpress.in_graph import compilable
 from flexpress.rope import check_reached, check_rope
 
@@ -107,8 +116,8 @@ def update_cache(
     recorded = is_recorded("update_cache", key, k_cache, v_cache)
     if torch._C._is_any_autocast_enabled():
         key, value, query = checks.autocast(key, value, query)
-    tables = kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
-    cached, q_offset = check_batch("key", key, k_cache, v_cache, *tables, (value, query, rope), _check_new, False if recorded else check)
+    tables = CacheTables(kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale)
+    cached, q_offset = check_batch("key", key, k_cache, v_cache, tables, (value, query, rope), _check_new, False if recorded else check)
     if torch.is_grad_enabled():
         tensors = {"key": key, "value": value, "query": query, "k_cache": k_cache, "v_cache": v_cache, "rope": rope}
         check_no_gradients("update_cache", "call it under torch.no_grad()", **tensors, k_scale=k_scale, v_scale=v_scale)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import flex_attention as torchs
 
+from flexpress.cache_checks import CacheTables
 from flexpress.cached_prepare import prepare as prepare_cached
 from flexpress.call import bound
 from flexpress.dropout import read_dropout
@@ -170,7 +171,7 @@ def precompile_cached(
     shared = None if shared_prefix is None else _shared(shared_prefix, batch, tensors[1])
     with waiting(), torch.no_grad():
         what = score_mod, mask_mod, scale, batch_invariant, _sinks(sinks, dtype, device, False)
-        prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, of_query, *what, shared)
+        prepare_cached(*tensors, CacheTables(**batch, max_q_len=max_q_len), of_query, *what, shared)
     return _compiled_since(before)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexpress.cache_checks import described
+from flexpress.cache_checks import CacheTables, described
 from flexpress.cached_mods import mask_behind, mask_of_rows, score_behind, score_of_rows
 from flexpress.cached_problem import CachedProblem
 from flexpress.shared_prefix import SharedPrefix, SharedTables
@@ -41,14 +41,12 @@ class Together(NamedTuple):
     lay: Callable[[int, int], Tiles]
 
 
-def check_shared(
-    shared, query: torch.Tensor, kv_len: torch.Tensor, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache: torch.Tensor
-) -> None:
+def check_shared(shared, query: torch.Tensor, tables: CacheTables, k_cache: torch.Tensor) -> None:
     """Raises TypeError or ValueError for what is no SharedPrefix of this batch, or SharedTables of other tensors. These are checked."""
     if not isinstance(shared, (SharedPrefix, SharedTables)):
         raise TypeError(f"shared_prefix must be what PageAllocator.shared_prefix returns, got {described(shared)}")
-    prefix = shared if isinstance(shared, SharedPrefix) else shared.shared
-    if page_table is None:
+    prefix, kv_len = shared if isinstance(shared, SharedPrefix) else shared.shared, tables.kv_len
+    if tables.page_table is None:
         raise ValueError(
             f"shared_prefix is for caches in pages, but k_cache {tuple(k_cache.shape)} comes without page_table; pass page_table, or leave "
             "shared_prefix out"
@@ -64,12 +62,11 @@ def check_shared(
             "make it of the PageAllocator whose pages the cache has"
         )
     if isinstance(shared, SharedTables):
-        if cache_loc is not None:
+        if tables.cache_loc is not None:
             raise ValueError("tables of a shared_prefix are of each sequence's pages: pass page_table[cache_loc], which they were made of")
-        given = {"kv_len": kv_len, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset}
-        for name, tensor in given.items():
-            _check_same(name, tensor, shared.made_of[name])
-        queries = query.shape[2 if cu_seqlens_q is None else 0]
+        for name in ("kv_len", "page_table", "cu_seqlens_q", "q_offset"):
+            _check_same(name, getattr(tables, name), shared.made_of[name])
+        queries = query.shape[2 if tables.cu_seqlens_q is None else 0]
         if shared.queries != queries:
             raise ValueError(
                 f"shared_prefix holds tables that were made of queries={shared.queries}, but query {tuple(query.shape)} has {queries}; "

@@ -1970,8 +1970,8 @@ VARIOUS = [
     ),
     Mutant(
         "flexpress/cached.py",
-        "page_table, cache_loc, cu_seqlens_q, _, q_offset, *_ = tables",
-        "page_table, cache_loc, cu_seqlens_q, _, q_offset = *tables[:4], problem.q_offset",
+        "check_shared(shared_prefix, problem.query, tables, k_cache)",
+        "check_shared(shared_prefix, problem.query, tables._replace(q_offset=problem.q_offset), k_cache)",
         named("shared_prefix", "columns"),
         "a contiguous copy of q_offset is another step's",
     ),
