@@ -16,7 +16,7 @@ from .codegen.mod.loads import reached_by_gradients
 from .codegen.mod.tensors import check_values, is_transformed, is_unseen
 from .codegen.run.backward import backward, begin
 from .codegen.run.call import Bound, ExtraInputs, Rows, for_backward
-from .codegen.run.captured import apart
+from .codegen.run.captured import all_apart
 from .codegen.run.forward import forward
 
 _NONE: frozenset[int] = frozenset()
@@ -26,13 +26,11 @@ ONCE = (
 )
 
 
-def differentiable(bound: Bound, captured: list[torch.Tensor], output_max: bool, deterministic: bool) -> tuple:
-    """out, lse and max_scores (or None) of a call of which a gradient is wanted. `captured`: the tensors that score_mod captures."""
-    if captured:
-        captured = [apart(t) for t in captured]
-        graph, values = bound.score
-        bound = bound._replace(score=(graph, [*captured, *values[len(captured) :]]))
-    return _Attention.apply(bound, output_max, deterministic, bound.q, bound.k, bound.v, bound.sinks, *captured)
+def differentiable(bound: Bound, output_max: bool, deterministic: bool) -> tuple:
+    """out, lse and max_scores (or None) of a call of which a gradient is wanted."""
+    if bound.score:
+        bound = bound._replace(score=all_apart(bound.score))
+    return _Attention.apply(bound, output_max, deterministic, bound.q, bound.k, bound.v, bound.sinks, *bound.captured)
 
 
 class Needed(NamedTuple):

@@ -156,7 +156,7 @@ def attend(call: Bound | Recorded | Transformed, output_max: bool, deterministic
             captured = score[1][: len(score[0].tensors)] if score else ()
             learned = (*captured, extras.sinks) if extras and extras.sinks is not None else captured
             if q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in learned]):
-                return differentiable(call, captured, output_max, deterministic)
+                return differentiable(call, output_max, deterministic)
         return forward(call, output_max=output_max, waits=deterministic)[:3]
     except RuntimeError:
         for name, tensor in (("query", call.q), ("key", call.k), ("value", call.v)):  # one whose looks passed, but without address?

@@ -29,7 +29,7 @@ from .codegen.mod.tensors import check_values
 from .codegen.run import backward as backward_pass
 from .codegen.run import forward as forward_pass
 from .codegen.run.call import Bound, for_backward
-from .codegen.run.captured import apart
+from .codegen.run.captured import all_apart
 from .codegen.run.meanwhile import waiting
 
 
@@ -256,8 +256,7 @@ def _sinks(given, dtype: torch.dtype | None, device: torch.device, learned: bool
 
 def _prepare(call: Bound, backward: bool, max_scores: bool, deterministic: bool) -> None:
     if backward and call.score:  # as autograd keeps it
-        graph, values = call.score
-        call = call._replace(score=(graph, [*map(apart, call.captured), *values[len(graph.tensors) :]]))
+        call = call._replace(score=all_apart(call.score))
     wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
     later = for_backward(call, call.sinks is not None and call.sinks.requires_grad)
     before = partial(backward_pass.begin, later, wanted, deterministic) if backward else None

@@ -26,7 +26,7 @@ from .codegen.mod.dtypes import dtype_name
 from .codegen.mod.tensors import check_kind, check_surroundings, is_transformed, tracing
 from .codegen.plan.forward import Options
 from .codegen.run.block_lists import BlockLists
-from .codegen.run.captured import apart
+from .codegen.run.captured import all_apart
 from .codegen.run.statistics import Statistics, Wanted
 
 
@@ -57,9 +57,7 @@ class Recorded(NamedTuple):
         """out, lse and max_scores (None if they are not wanted)."""
         query, key, value, score, mask, lists = self[:6]
         if score is not None:
-            graph, values = score
-            count = len(graph.tensors)
-            score = graph, [*map(apart, values[:count]), *values[count:]]
+            score = all_apart(score)
         if mask is not None:  # a comparison has no gradient
             graph, values = mask
             count = len(graph.tensors)

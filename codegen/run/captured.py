@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..mod.compute import compute
-from ..mod.expr import Expr
+from ..mod.expr import Expr, ModGraph
 from ..plan.backward import Step
 from ..plan.hopper_backward import HopperBackwardPlan
 from .block_lists import BlockLists
@@ -18,6 +18,13 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
     """A captured tensor as kernels read it: one that wants a gradient is `distinct`, also what autograd has expanded. Hooks and
     torch.autograd.grad see the gradient of each of its indices."""
     return distinct(tensor) if tensor.requires_grad else tensor
+
+
+def all_apart(score: tuple[ModGraph, list]) -> tuple[ModGraph, list]:
+    """A bound score_mod, all of whose tensors are `apart`."""
+    graph, values = score
+    count = len(graph.tensors)
+    return graph, [*map(apart, values[:count]), *values[count:]]
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
