@@ -31,7 +31,7 @@ def is_few(call: Call) -> bool:
 
 def few_plan(call: Call) -> CpuPlan:
     """The plan for such a call."""
-    return _planned(case_of_few(call.case, aligned=(), split=False, values_in_keys=False), call.score, call.mask)
+    return _planned(case_of_few(call.case, aligned=(), output_rows=False, split=False, values_in_keys=False), call.score, call.mask)
 
 
 def _planned(case: DecodeCase, score: Mod | None, mask: Mod | None) -> CpuPlan:
