@@ -31,8 +31,9 @@ out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 #     packed_blocks, packed_checks   their blocks, their errors
 #
 # Caches and serving
-#     cached, cached_calls, cached_problem            cached_attention, from its checks to its kernels
-#     cached_mods, cache_checks                       mods of positions; errors
+#     cached, cached_arguments, cached_problem        cached_attention, its arguments, checked
+#     cached_calls, cached_mods                       how kernels take it; mods of positions
+#     cached_probabilities, cache_checks              what return_aux tells of it; errors
 #     kv_cache, rope, rotation                        writing a cache, turning by positions
 #     pages, splits                                   pages of sequences, keys in parts
 #     shared_prefix, shared_attention                 sequences that begin with the same pages

@@ -7,25 +7,35 @@ from typing import Literal, overload
 
 import torch
 
-from flexpress import checks
-from flexpress.cache_checks import CacheTables, check_batch, check_contents, check_no_gradients, check_positive, looks
-from flexpress.cached_calls import INSTEAD, call_of, check_mod_learns_nothing, check_serves, check_sinks_learn_nothing, scale_of
+from flexpress.cache_checks import CacheTables
+from flexpress.cached_arguments import problem_of, recorded_call
+from flexpress.cached_calls import call_of, check_serves, check_sinks_learn_nothing, scale_of
+from flexpress.cached_probabilities import look_at_cache
 from flexpress.cached_problem import CachedProblem
-from flexpress.float8 import FLOAT8, check_cached_query, output_dtype, with_query_scale
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.programs import captures_of, mod_program
-from flexpress.recorded import bound_mod
-from flexpress.shared_attention import Together, attend_shared, check_contents_of, check_shared, is_worthwhile
+from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, result_of
+from flexpress.shared_attention import Together, attend_shared, is_worthwhile
 from flexpress.shared_prefix import SharedPrefix, SharedTables
-from flexpress.sinks import check_sinks, read_sinks
+from flexpress.sinks import read_sinks
 
 from .codegen.mod.capture import name_of
-from .codegen.mod.dtypes import dtype_name
 from .codegen.mod.tensors import is_recorded
 from .codegen.run.cached import attend_cached
-from .codegen.run.call import Cached
 from .codegen.run.profiled import in_range, is_profiled
+
+
+def _opened(given: dict) -> dict:
+    """cached_attention's arguments as `_with_statistics` takes them; torch's compiler traces this."""
+    max_scores, wanted = asked_for(given["return_aux"], given["return_lse"])
+    taken = {name: given[name] for name in given if name not in ("return_lse", "return_aux")}
+    return {**taken, "max_scores": max_scores, "wanted": tuple(wanted)}
+
+
+def _with_statistics(max_scores: bool, wanted: tuple, **given) -> tuple[torch.Tensor, ...]:
+    """out, lse and, if they are wanted, max_scores and statistics of the probabilities; cached_attention's other arguments by name."""
+    out, aux = cached_attention(**given, return_aux=AuxRequest(True, max_scores, *wanted))
+    return out, *(t for t in aux if t is not None)
 
 
 @overload
@@ -48,6 +58,7 @@ def cached_attention(
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: Literal[False] = False,
+    return_aux: None = None,
     batch_invariant: bool = False,
     check: bool | None = None,
     sinks: torch.Tensor | None = None,
@@ -73,6 +84,7 @@ def cached_attention(
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: Literal[True],
+    return_aux: None = None,
     batch_invariant: bool = False,
     check: bool | None = None,
     sinks: torch.Tensor | None = None,
@@ -97,13 +109,14 @@ def cached_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    return_lse: bool = False,
+    return_lse: Literal[False] = False,
+    return_aux: AuxRequest,
     batch_invariant: bool = False,
     check: bool | None = None,
     sinks: torch.Tensor | None = None,
     shared_prefix: SharedPrefix | SharedTables | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-@compilable(left_out=("shared_prefix",))
+) -> tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
+@overload
 def cached_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -123,11 +136,38 @@ def cached_attention(
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
+    return_aux: AuxRequest | None = None,
     batch_invariant: bool = False,
     check: bool | None = None,
     sinks: torch.Tensor | None = None,
     shared_prefix: SharedPrefix | SharedTables | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
+@compilable(inner=_with_statistics, opened=_opened, closed=result_of, left_out=("shared_prefix",))
+def cached_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    q_offset: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    return_aux: AuxRequest | None = None,
+    batch_invariant: bool = False,
+    check: bool | None = None,
+    sinks: torch.Tensor | None = None,
+    shared_prefix: SharedPrefix | SharedTables | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]:
     """Attention of the queries of B sequences, prefill or decoding or both, to what a cache holds of each one.
 
     query         (B, Hq, Q_LEN, D_QK); or with cu_seqlens_q (T, Hq, D_QK), the queries of all sequences one after another. float16,
@@ -151,8 +191,9 @@ def cached_attention(
     k_scale, v_scale   float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; by default 1
     q_scale       float32, of one element or (Hkv,): the same of queries of float8_e4m3fn, for the heads that share each head of k_cache
     out_dtype     the output's dtype where query is float8_e4m3fn: bfloat16 by default, float16 or float32
-    return_lse    also return lse
-    batch_invariant    a sequence's result is bitwise the same whatever else is in the batch (and takes longer)
+    return_lse    also return lse; return_aux=AuxRequest(lse=True, ...) asks for more, as in flex_attention: column_sums are (B, Hq,
+                  positions that a sequence has room for), all else has the shape of lse. For all but lse the keys are read again
+    batch_invariant    a sequence's output and lse are bitwise the same whatever else is in the batch (and take longer)
     sinks         (Hq,), a logit for each head, as for flex_attention
     shared_prefix what pool.shared_prefix(sequences, device) says of this batch, or its tables(...), made once a step for all layers
     check         raise ValueError for what tables and scales hold (no place in the cache, lengths that disagree); by default on the CPU
@@ -180,12 +221,19 @@ def cached_attention(
     """
     tables = CacheTables(kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale)
     of_query = q_scale, out_dtype
+    asked = max_scores, wanted = asked_for(return_aux, return_lse)
     if is_recorded("cached_attention", query, k_cache, v_cache):
-        run = _recorded(query, k_cache, v_cache, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks)
+        run = recorded_call(query, k_cache, v_cache, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks, asked)
         found = run(query)
     else:
         what = score_mod, mask_mod, scale, sinks, batch_invariant
-        found = _attend_all(_problem(query, k_cache, v_cache, tables, of_query, what, check, shared_prefix), shared_prefix)
+        problem = problem_of(query, k_cache, v_cache, tables, of_query, what, check, shared_prefix)
+        found = _attend_all(problem, shared_prefix)
+        if max_scores or any(wanted):
+            found = *found, *look_at_cache(problem, max_scores, wanted)
+    if return_aux is not None:
+        _, lse, *others = found
+        return found[0], aux_of(return_aux, lse, *(others or (None,)))
     return found if return_lse else found[0]
 
 
@@ -211,9 +259,9 @@ def attention_after(
     raises for arguments is raised here. Returns a function from the queries, which may have been turned, to out and lse."""
     tables, of_query = CacheTables(kv_len, page_table, cache_loc, cu_seqlens_q, k_scale=k_scale, v_scale=v_scale), (None, None)
     if is_recorded("cached_attention", query, k_cache, v_cache):
-        return _recorded(query, k_cache, v_cache, tables, of_query, score_mod, mask_mod, scale, False, check, sinks)
+        return recorded_call(query, k_cache, v_cache, tables, of_query, score_mod, mask_mod, scale, False, check, sinks)
     what = score_mod, mask_mod, scale, sinks
-    problem = _problem(query, k_cache, v_cache, tables, of_query, what, check, shared_prefix)
+    problem = problem_of(query, k_cache, v_cache, tables, of_query, what, check, shared_prefix)
     dtype = problem.query.dtype  # which autocast may have chosen
     if scale is not None:
         scale_of(scale, None, query)
@@ -227,17 +275,6 @@ def attention_after(
         return _attend_all(problem, shared_prefix)
 
     return attend
-
-
-def _problem(query, k_cache, v_cache, tables: CacheTables, of_query: tuple, what: tuple, check, shared_prefix) -> CachedProblem:
-    """The call, checked. of_query: q_scale and out_dtype; what: fields of CachedProblem from score_mod on."""
-    placed = widen(*place_batch(query, k_cache, v_cache, tables, of_query, check), k_cache, *of_query)
-    problem = CachedProblem(*placed, k_cache, v_cache, *what)
-    if shared_prefix is not None:
-        check_shared(shared_prefix, problem.query, tables, k_cache)
-        if looks(check, problem.query):
-            check_contents_of(shared_prefix, tables.kv_len, problem.where.pages)  # type: ignore[arg-type]  # check_shared saw some
-    return problem
 
 
 def _attend_all(problem: CachedProblem, shared_prefix) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,49 +293,6 @@ def _of_nothing(problem: CachedProblem, out: torch.Tensor, lse: torch.Tensor) ->
         return out, lse.copy_(problem.sinks[:, None])
     there = torch.arange(lse.shape[0], device=lse.device) < problem.where.cu_q[-1]
     return out, torch.where(there[:, None], problem.sinks.float(), lse)
-
-
-def _recorded(query, k_cache, v_cache, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks) -> Callable:
-    """For calls that torch is to see: from the queries to out and lse, by the operator."""
-    if sinks is not None:
-        check_sinks(sinks, query.shape[1], query.device)
-        check_sinks_learn_nothing(sinks)
-    place_batch(query, k_cache, v_cache, tables, of_query, False)
-    scale, score_mod = scale_of(scale, score_mod, query)
-    score, mask = bound_mod(score_mod, "score", query.device), bound_mod(mask_mod, "mask", query.device)
-    for bound in (score, mask):
-        check_mod_learns_nothing(bound, "score" if bound is score else "mask")
-    program = mod_program(score, mask, out=of_query[1] and dtype_name(of_query[1])).text()
-    return lambda queries: torch.ops.flexpress.cached_attention(
-        *(*checks.autocast(queries), k_cache, v_cache, *tables, *captures_of(score, mask)),
-        *(scale, batch_invariant, check, program, sinks, of_query[0]),
-    )
-
-
-def place_batch(query, k_cache, v_cache, tables: CacheTables, of_query: tuple, check) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
-    """query as kernels read it, where the sequences are, and q_offset; all checked."""
-    if torch._C._is_any_autocast_enabled():
-        (query,) = checks.autocast(query)
-    where, q_offset = check_batch("query", query, k_cache, v_cache, tables, of_query, check_cached_query, check)
-    if query.shape[1] % k_cache.shape[2]:
-        raise ValueError(
-            f"query {tuple(query.shape)} has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache "
-            f"{tuple(k_cache.shape)}"
-        )
-    if torch.is_grad_enabled():
-        tensors = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "q_scale": of_query[0]}
-        check_no_gradients("cached_attention", INSTEAD, **tensors, k_scale=tables.k_scale, v_scale=tables.v_scale)
-    if looks(check, query):
-        check_contents(query, k_cache, where, q_offset)
-        check_positive("q_scale", of_query[0])
-    return query.resolve_neg() if query.is_neg() else query, where, q_offset
-
-
-def widen(query, where: Cached, q_offset, k_cache, q_scale, out_dtype) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
-    """What was placed, with queries of float8 in the output's dtype, which holds their numbers: kernels convert the cache to it."""
-    if query.dtype != FLOAT8:
-        return query, where, q_offset
-    return query.to(output_dtype(query, out_dtype)), with_query_scale(where, q_scale, k_cache.shape[2]), q_offset
 
 
 def _attend(problem: CachedProblem, together: Together | None = None) -> tuple:

@@ -36,12 +36,12 @@ def call_of(problem: CachedProblem, together: Together | None = None) -> tuple[C
     to beside that. Long padded queries are ragged ones of equal lengths where the kernel for Hopper then serves: call.lse is not lse."""
     packed = one_after_another(problem) if together is None else None
     if packed is not None:
-        call, _, _ = _call_of(packed)
+        call, _, _ = call_as_it_is(packed)
         if call is not None and serves_long_prompt(call):
             out = output_like(problem.query, call.v.shape[3])
             call.out = out.transpose(1, 2).view(1, *packed.query.shape[:2], -1).transpose(1, 2)
             return call, out, contiguous(out.shape[:-1], torch.float32, out.device)
-    return _call_of(problem, together)
+    return call_as_it_is(problem, together)
 
 
 def one_after_another(problem: CachedProblem) -> CachedProblem | None:
@@ -57,7 +57,8 @@ def one_after_another(problem: CachedProblem) -> CachedProblem | None:
     return replace(problem, query=query.transpose(1, 2).flatten(0, 1), where=replace(problem.where, cu_q=starts, max_q=Q_LEN))
 
 
-def _call_of(problem: CachedProblem, together: Together | None = None) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
+def call_as_it_is(problem: CachedProblem, together: Together | None = None) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
+    """The call, and out and lse, with queries as they lie; the rest as for call_of."""
     query, where, q_offset, score_mod, mask_mod = problem.query, problem.where, problem.q_offset, problem.score_mod, problem.mask_mod
     k_cache, v_cache, scale, sinks = problem.k_cache, problem.v_cache, problem.scale, problem.sinks
     if scale is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexpress.cache_checks import CacheTables
-from flexpress.cached import place_batch, widen
+from flexpress.cached_arguments import place_batch, widen
 from flexpress.cached_calls import call_of, check_serves
 from flexpress.cached_problem import CachedProblem
 from flexpress.shared_attention import Together, attend_shared, check_shared, is_possible, may_fill

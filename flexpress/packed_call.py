@@ -8,15 +8,13 @@ from flexpress.call import attend, bound
 from flexpress.float8 import FLOAT8, NOT_OF_FLOAT8
 from flexpress.packed_checks import check_packed
 from flexpress.packing import packing_of
-from flexpress.probabilities import look
+from flexpress.probabilities import NOTHING, look
 from flexpress.recorded import Recorded
 from flexpress.transformed import Transformed, without_levels
 
 from .codegen.mod.tensors import followed, read_captured, tracing, untransformed
 from .codegen.run.call import Bound
 from .codegen.run.statistics import Statistics, Wanted
-
-NOTHING = Wanted()
 
 
 def attend_packed(
@@ -46,7 +44,7 @@ def attend_packed(
         raise NotImplementedError(NOT_OF_FLOAT8)
     found = [*_of_tokens(found), *_of_tokens(look(call, wanted, deterministic))]
     if wanted.top_index:
-        found[4] = _in_sequences(found[4], cu_seqlens_q, cu_seqlens_k, k.shape[0])
+        found[4] = in_sequences(found[4], cu_seqlens_q, cu_seqlens_k, k.shape[0])
     return tuple(found)
 
 
@@ -55,7 +53,7 @@ def _of_tokens(found: tuple) -> list:
     return [t if t is None else t.squeeze(0).transpose(0, 1) for t in found]  # t[0] would copy its gradient
 
 
-def _in_sequences(top_index: torch.Tensor, cu_seqlens_q, cu_seqlens_k, total_k: int) -> torch.Tensor:
+def in_sequences(top_index: torch.Tensor, cu_seqlens_q, cu_seqlens_k, total_k: int) -> torch.Tensor:
     """Packed positions of keys (total_q, Hq) as positions in the query's sequence; -1 as it is."""
     packing = packing_of(cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, top_index.shape[0], total_k)
     starts = packing.starts_k.index_select(0, packing.sequence_q)

@@ -21,13 +21,14 @@ from flexpress.sinks import before_sinks, sink_shares
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.scaled import scaled_graph
 from .codegen.run.call import Bound
-from .codegen.run.captured import apart
+from .codegen.run.captured import all_apart
 from .codegen.run.statistics import Statistics, Wanted, statistics
 
 NOT_OVER_DEVICES = (
     "entropy, top_index and column_sums are not known where keys or heads lie on several devices: leave them out of return_aux, or call "
     "flex_attention with ordinary tensors and without context="
 )
+NOTHING = Wanted()
 LOOKED_ONCE = (
     "entropy and column_sums of return_aux are differentiable once: their gradients have no derivative. Detach the gradient, or compute "
     "what is to be differentiated twice by dense attention"
@@ -47,9 +48,7 @@ def look(call, wanted: Wanted, deterministic: bool) -> Statistics:
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in learned):
         return statistics(call, wanted)
     if call.score is not None:
-        graph, values = call.score
-        count = len(graph.tensors)
-        call = call._replace(score=(graph, [*map(apart, values[:count]), *values[count:]]))
+        call = call._replace(score=all_apart(call.score))
     problem, inputs, mask_tensors = parts_of_call(call, deterministic or torch.are_deterministic_algorithms_enabled())
     found = iter(_Looked.apply(call, problem, wanted, mask_tensors, *inputs))
     return Statistics(*(next(found) if asked else None for asked in wanted))

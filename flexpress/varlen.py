@@ -12,9 +12,9 @@ from flexpress.dropout import read_dropout, refuse_over_devices
 from flexpress.float8 import Quantised, quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.packed_call import NOTHING, attend_packed
+from flexpress.packed_call import attend_packed
 from flexpress.parts import tell_ranks
-from flexpress.probabilities import NOT_OVER_DEVICES
+from flexpress.probabilities import NOT_OVER_DEVICES, NOTHING
 from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, result_of
 
 from .codegen.mod.tensors import ORDINARY, check_still, is_distributed

@@ -522,7 +522,7 @@ PAGES = [
         "a sequence's first tile goes to the one before",
     ),
     Mutant(
-        "templates/decode.py.jinja",
+        "templates/_cache.jinja",
         "inside = (page >= 0) & (page < Zkv) & (offs_n",
         "inside = (page < Zkv) & (offs_n",
         named("cache_arguments", "lies_read"),
@@ -1437,21 +1437,21 @@ ELSEWHERE = [
 
 PROBABILITIES = [
     Mutant(
-        "templates/row_statistics.py.jinja",
+        "templates/_probabilities.jinja",
         "tl.where(kept > 0.0, kept * (m_i - m_new), 0.0)",
         "0.0",
         named("probabilities", "gradients and not gpu"),
         "entropy forgets that the largest score was another one",
     ),
     Mutant(
-        "templates/row_statistics.py.jinja",
+        "templates/_probabilities.jinja",
         "tl.where(highest == m_i, tl.minimum(top_i, at), top_i)",
         "top_i",
         named("probabilities", "first_key"),
         "of equal scores the one that is walked first is the top",
     ),
     Mutant(
-        "templates/column_sums.py.jinja",
+        "templates/_probabilities.jinja",
         'tl.where((top > float("-inf"))[None, :], p, 0.0)',
         "p",
         named("probabilities", "known_distributions and not gpu"),
@@ -1969,7 +1969,7 @@ VARIOUS = [
         "a sequence behind its padding is as long as with it",
     ),
     Mutant(
-        "flexpress/cached.py",
+        "flexpress/cached_arguments.py",
         "check_shared(shared_prefix, problem.query, tables, k_cache)",
         "check_shared(shared_prefix, problem.query, tables._replace(q_offset=problem.q_offset), k_cache)",
         named("shared_prefix", "columns"),
@@ -2223,7 +2223,7 @@ VARIOUS = [
     ),
     Mutant("codegen/plan/extras.py", "scale > SMALLEST_SCALE", "scale > 0.0", named("scales", "tiny"), "a scale becomes 0 in base 2"),
     Mutant(
-        "templates/decode.py.jinja",
+        "templates/_cache.jinja",
         "in_page = in_page.to(tl.int64)",
         "pass",
         named("far_strides", "large_pages"),
@@ -2297,7 +2297,7 @@ VARIOUS = [
         "crash",
     ),
     Mutant(
-        "flexpress/cached.py",
+        "flexpress/cached_arguments.py",
         "*checks.autocast(queries)",
         "queries",
         named("operators", "autocast"),

@@ -15,6 +15,7 @@ from flexpress.codegen.plan.update_cache import UpdateCase, cpu_update_spec
 from flexpress.codegen.run.preview import (
     as_bfloat16_compilation,
     backward_compilations,
+    cached_statistics_compilations,
     compilation,
     cpu_specs,
     decode_compilations,
@@ -179,6 +180,10 @@ OTHERS = {  # branches of the templates that the prints in generated/ do not hav
     "starts": lambda: block_starts_compilation("sm_90", sequences=True),
     "dense mask": lambda: dense_mask_compilation("sm_90", make("document")[1]),
     "evaluate": lambda: evaluate_compilation("sm_90", make("softcap")[0]),
+    "rows over a cache": lambda: cached_statistics_compilations(
+        "sm_90", *make("alibi", "causal"), ragged=True, by_tokens=True, page_size=64, kv_dtype="float8_e4m3fn"
+    )["rows"],
+    "columns over a cache": lambda: cached_statistics_compilations("sm_90", *make("alibi", "causal"), ragged=True, located=True)["columns"],
     "row statistics": lambda: statistics_compilations("sm_90", *make("alibi", "document"), head_dim=80)["rows"],
     "column sums": lambda: statistics_compilations("sm_90", *make("relative_bias", "causal"), transposed=True)["columns"],
     "as bfloat16": lambda: as_bfloat16_compilation("sm_90"),

@@ -30,6 +30,7 @@ from flexpress.codegen.run.preview import (
     Compilation,
     as_bfloat16_compilation,
     backward_compilations,
+    cached_statistics_compilations,
     compilation,
     decode_compilations,
     exchange_compilations,
@@ -201,6 +202,17 @@ STATISTICS = {  # each is two kernels
     "causal d128 bf16, other options": ("causal", dict(transposed=True, options=Options(prescale_qk=True))),
 }
 
+CACHED_STATISTICS = {  # each is two kernels
+    "plain d128 bf16": ("plain", {}),
+    "alibi causal d128 bf16, pages of 16": ("alibi causal", dict(page_size=16, ragged=True, by_tokens=True, q_len=64)),
+    "softcap sliding_window d128 bf16, fp8 in pages of 64": (
+        "softcap sliding_window",
+        dict(kv_dtype="float8_e4m3fn", page_size=64, group=12, q_len=4),
+    ),
+    "relative_bias d80 bf16, located": ("relative_bias", dict(head_dim=80, located=True)),
+    "causal d576 bf16": ("causal", dict(head_dim=576, head_dim_v=512, group=16)),
+}
+
 # Default tiles that spill, and how many bytes at most, under any Triton that is tested. No other may.
 SPILLED = {
     ("sm_80", "plain d64 bf16"): 40,
@@ -211,6 +223,7 @@ SPILLED = {
     ("sm_80", "alibi causal d128 bf16, pages of 16: decode"): 12,
     ("sm_80", "update_cache"): 40,
     ("sm_80", "plain d128 bf16: combine"): 8,
+    ("sm_80", "plain d128 bf16: cached columns"): 8,
     ("sm_80", "softcap sliding_window d128 bf16, groups of 12: combine"): 8,
     ("sm_80", "causal d128 bf16: tangent dkv"): 8,
     ("sm_80", "learned alibi causal d128 fp16, any lse: tangent"): 376,
@@ -247,6 +260,9 @@ def kernel_of(target: str, case: str) -> Compilation:
         return decode_compilations(target, *make(*recipes.split()), **details)[kernel]
     if case in OTHERS:
         return OTHERS[case](target)
+    if kernel in ("cached rows", "cached columns"):
+        recipes, details = CACHED_STATISTICS[name]
+        return cached_statistics_compilations(target, *make(*recipes.split()), **details)[kernel.split()[1]]
     if kernel in ("rows", "columns"):
         recipes, details = STATISTICS[name]
         return statistics_compilations(target, *make(*recipes.split()), **details)[kernel]
@@ -263,6 +279,7 @@ CASES = [
     "plain d128 bf16: combine",
     "softcap sliding_window d128 bf16, groups of 12: combine",
     *(f"{case}: {kernel}" for case in STATISTICS for kernel in ("rows", "columns")),
+    *(f"{case}: {kernel}" for case in CACHED_STATISTICS for kernel in ("cached rows", "cached columns")),
 ]
 
 
@@ -297,6 +314,8 @@ EVERYWHERE = {
     "alibi causal d128 bf16, blocks elsewhere: dkv",
     "alibi causal d128 bf16, blocks elsewhere: dq",
     "alibi causal d128 bf16: rows",
+    "alibi causal d128 bf16, pages of 16: cached rows",
+    "alibi causal d128 bf16, pages of 16: cached columns",
     "alibi causal d128 bf16: columns",
     "causal d128 bf16: tangent",
     "causal d128 bf16: tangent dkv",

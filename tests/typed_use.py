@@ -160,6 +160,7 @@ def caches(kv_len: Tensor, query: Tensor | None) -> None:
     assert_type(pool.extend(0, 3), list[tuple[int, int]])
     assert_type(flexpress.cached_attention(q, k, v, kv_len, page_table=table, score_mod=bias), Tensor)
     assert_type(flexpress.cached_attention(q, k, v, kv_len, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(flexpress.cached_attention(q, k, v, kv_len, return_aux=AuxRequest()), tuple[Tensor, AuxOutput | AuxStatistics])
     shared = pool.shared_prefix([0, pool.fork(0)])
     assert_type(shared, flexpress.SharedPrefix | None)
     assert_type(flexpress.cached_attention(q, k, v, kv_len, page_table=table, shared_prefix=shared), Tensor)

@@ -5,7 +5,8 @@ geometry, slices, extras                            what cases are made of: stri
 roles                                               how gradients of captured tensors are gathered
 tiles, backward_tiles, decode_tiles, hopper_tiles   tile sizes
 
-forward, backward, tangent, statistics, decode   portable kernels
+forward, backward, tangent, decode               portable kernels
+statistics, cached_statistics                    those that look at the probabilities
 hopper_forward, hopper_backward, hopper_decode   kernels for Hopper
 hopper_dots, hopper_elements                     what the forward one copies beside K and V
 cpu, cpu_tangent, cpu_statistics, cpu_decode     kernels in C++

@@ -280,6 +280,21 @@ def decode_parameters(case: DecodeCase, score: ModText | None, mask: ModText | N
         found.append(pointer("O", dtype, f"[{rows}, D_V] in any strides, written"))
         found += statistic_parameters(rows, case.output_max, case.output_rows)
         found += case.extras.of_sinks
+    found += place_parameters(case)
+    if case.scales:
+        found += [pointer(name, "float32", "[Hkv]: to be multiplied by") for name in ("K_SCALES", "V_SCALES")]
+    sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units, case.values_in_keys)]
+    sizes += scale_names(scale_apart)
+    sizes += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z"] if case.balanced or case.by_tokens else [])]
+    sizes += ["PARTS"] if case.balanced else []
+    sizes += [*(["stride_pages"] if case.page_size else []), *(["T"] if case.ragged else []), *list_numbers(case.blocks)]
+    mods = tuple(p for m in (score, mask) if m for p in m.parameters)
+    return (*found, *numbers(*sizes), *list_tables(case.blocks), *mods)
+
+
+def place_parameters(case) -> list[Parameter]:
+    """Where the queries and keys of sequences are, as a case's `ragged`, `lengths`, `located` and `page_size` say."""
+    found = []
     if case.ragged:
         starts = "where each sequence's queries start among the T tokens, and the last one's end. Q_LEN is the largest"
         found.append(pointer("CU_Q", "int32", f"[Z + 1]: {starts} length: of a longer sequence, that many queries are computed"))
@@ -290,15 +305,7 @@ def decode_parameters(case: DecodeCase, score: ModText | None, mask: ModText | N
     if case.page_size:
         meaning = f"[Z, pages]: which of Zkv pages of {case.page_size} keys hold the sequence's keys, in order; another holds zeros"
         found.append(pointer("PAGES", "int32", meaning))
-    if case.scales:
-        found += [pointer(name, "float32", "[Hkv]: to be multiplied by") for name in ("K_SCALES", "V_SCALES")]
-    sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units, case.values_in_keys)]
-    sizes += scale_names(scale_apart)
-    sizes += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z"] if case.balanced or case.by_tokens else [])]
-    sizes += ["PARTS"] if case.balanced else []
-    sizes += [*(["stride_pages"] if case.page_size else []), *(["T"] if case.ragged else []), *list_numbers(case.blocks)]
-    mods = tuple(p for m in (score, mask) if m for p in m.parameters)
-    return (*found, *numbers(*sizes), *list_tables(case.blocks), *mods)
+    return found
 
 
 def _part_parameters(rows: str) -> tuple[Parameter, ...]:

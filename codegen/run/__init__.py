@@ -19,7 +19,7 @@ evaluated_masks             the same by torch, while kernels compile
 evaluate                    a mod on its own
 
 cached, cached_call                         a call over a cache
-prefill                                     long queries there
+prefill, cached_statistics                  long queries there; what return_aux tells
 shared_parts, shared_tables, shared_tiles   sequences that begin with the same pages
 update_cache, values_by_keys                what writes a cache, or lays one out
 as_bfloat16                                 float8 where products have 16 bits

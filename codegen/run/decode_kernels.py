@@ -219,10 +219,10 @@ class Kernels:
                 self._take(self.call._replace(for_hopper=False), lists)
                 if not is_launched:
                     launch_nothing(self.launches)
-        launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, named, captured, self.grid, device), _with_fewer_keys)
+        launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, named, captured, self.grid, device), with_fewer_keys)
 
 
-def _with_fewer_keys(tile: Tile) -> Tile | None:
+def with_fewer_keys(tile: Tile) -> Tile | None:
     """The next smaller tile of as many rows."""
     smaller = next_smaller(tile)
     return smaller if smaller and smaller.BLOCK_M == tile.BLOCK_M else None

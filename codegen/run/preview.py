@@ -18,6 +18,7 @@ from ..device import offline
 from ..plan import hopper_decode
 from ..plan.as_bfloat16 import ELEMENTS, as_bfloat16_spec
 from ..plan.backward import Step, delta_rows
+from ..plan.cached_statistics import FEW, MANY, Looks, plan_cached_columns, plan_cached_rows
 from ..plan.cpu import plan_cpu_backward, plan_cpu_forward
 from ..plan.cpu_statistics import plan_cpu_statistics
 from ..plan.cpu_tangent import plan_cpu_gradients, plan_cpu_tangent
@@ -169,6 +170,18 @@ def statistics_compilations(target: str, *call, **details) -> dict[str, Compilat
     case, _ = statistics.case_of(tensors, known.case.blocks, known.case.options, statistics.Wanted(True, True, True), known.case.extras)
     plans = {"rows": plan_rows, "columns": plan_columns}
     return {name: _tiled(target, plan(case, *machine_of(target), known.score, known.mask)) for name, plan in plans.items()}
+
+
+def cached_statistics_compilations(
+    target: str, *call, q_len: int = 1, group: int = 4, kv_dtype: str | None = None, **changes
+) -> dict[str, Compilation]:
+    """The kernels that look at the probabilities of keys in a cache by name, "rows" and "columns"; arguments are those of
+    decode_compilations."""
+    imagined, case, rows = _decode_case(target, call, q_len, group, kv_dtype, {"lengths": True, **changes})
+    machine, mods = machine_of(target), (imagined.score, imagined.mask)
+    found = {"rows": plan_cached_rows(case, Looks(True, True), *machine, *mods, rows)}
+    found["columns"] = plan_cached_columns(case, *machine, *mods, FEW if q_len <= FEW else MANY)
+    return {name: _tiled(target, plan) for name, plan in found.items()}
 
 
 def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: str | None = None, **details) -> Compilation:

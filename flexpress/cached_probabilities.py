@@ -1,0 +1,113 @@
+"""What return_aux tells of the probabilities of cached_attention.
+
+On a GPU, and in the interpreter, kernels read the cache where it is. Those in C++ look at packed sequences, so that on a CPU the keys of
+sequences are copied one after another first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flexpress.cached_calls import call_as_it_is, scale_of
+from flexpress.cached_mods import causal_from, mask_from, part_of, position_from, score_from
+from flexpress.cached_problem import CachedProblem
+from flexpress.call import attend
+from flexpress.packed_call import in_sequences, packed_call
+from flexpress.probabilities import look
+
+from .codegen.device.cpp_compiler import by_either
+from .codegen.run.cached_statistics import cached_statistics
+from .codegen.run.statistics import Statistics, Wanted
+
+
+def look_at_cache(problem: CachedProblem, max_scores: bool, wanted: Wanted) -> tuple:
+    """max_scores and Statistics, as one tuple, with None for what is not wanted: (B, Hq, Q_LEN), or (T, Hq) of ragged queries; column sums
+    (B, Hq, positions that a sequence has room for)."""
+    where, query = problem.where, problem.query
+    room = problem.k_cache.shape[1] * (1 if where.pages is None else where.pages.shape[1])
+    if 0 in (*query.shape, *problem.k_cache.shape, room):
+        return _of_nothing(problem, max_scores, wanted, room)
+    with torch.no_grad():
+        look_at = lambda in_cpp: (_of_copies if in_cpp else _in_place)(problem, max_scores, wanted, room)  # noqa: E731
+        most, *found = by_either(look_at, query.device)
+    return most if max_scores else None, *found
+
+
+def _of_nothing(problem: CachedProblem, max_scores: bool, wanted: Wanted, room: int) -> tuple:
+    rows, device = problem.query.shape[:-1], problem.query.device
+    sums = problem.where.kv_lens.shape[0], problem.query.shape[1], room  # type: ignore[union-attr]
+    return (
+        torch.full(rows, -math.inf, device=device) if max_scores else None,
+        torch.zeros(rows, device=device) if wanted.entropy else None,
+        torch.full(rows, -1, device=device) if wanted.top_index else None,
+        torch.zeros(sums, device=device) if wanted.column_sums else None,
+    )
+
+
+def _in_place(problem: CachedProblem, max_scores: bool, wanted: Wanted, room: int) -> tuple:
+    call = call_as_it_is(problem)[0]
+    if call is None:
+        return _of_nothing(problem, max_scores, wanted, room)
+    most, found = cached_statistics(call, wanted)
+    return most, *found
+
+
+def _of_copies(problem: CachedProblem, max_scores: bool, wanted: Wanted, room: int) -> tuple:
+    """Of the sequences packed: lengths lie on a CPU, where nobody waits for them."""
+    query, where, ragged = problem.query, problem.where, problem.is_ragged
+    batch, q_len = where.kv_lens.shape[0], query.shape[2]  # type: ignore[union-attr]
+    ends_q = where.cu_q if ragged else torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, device=query.device)
+    q = query if ragged else query.transpose(1, 2).flatten(0, 1)
+    keys, ends_k, sequence, position = _packed_keys(problem, room)
+    if where.k_scales is not None:
+        q, keys = q.float(), keys.float() * where.k_scales[:, None]
+    scale, score_mod = scale_of(problem.scale, problem.score_mod, query)
+    at = position_from(problem.q_offset, where.kv_lens, where.cu_q, q_len)  # type: ignore[arg-type]
+    score = None if score_mod is None else score_from(part_of(score_mod, "score", q.device, room), at)
+    if problem.mask_mod is None:
+        mask = causal_from(at, where.kv_lens)  # type: ignore[arg-type]
+    else:
+        mask = mask_from(part_of(problem.mask_mod, "mask", q.device, room), at, where.kv_lens)  # type: ignore[arg-type]
+    used = int(ends_q[-1])
+    call = packed_call(q[:used], keys, keys, ends_q, ends_k, score, mask, scale, sinks=problem.sinks)
+    most = attend(call, True, False)[2] if max_scores else None
+    found = look(call, wanted, False) if any(wanted) else Statistics()
+
+    def of_rows(tensor: torch.Tensor, of_nothing: float) -> torch.Tensor:
+        rows = tensor[0].T
+        if not ragged:
+            return rows.unflatten(0, (batch, q_len)).transpose(1, 2)
+        return torch.cat((rows, rows.new_full((query.shape[0] - used, rows.shape[1]), of_nothing)))
+
+    top = found.top_index
+    if top is not None:
+        top = of_rows(in_sequences(top[0].T, ends_q, ends_k, keys.shape[0]).T[None], -1)
+    sums = found.column_sums
+    if sums is not None:
+        heads = torch.arange(sums.shape[1], device=sums.device)[:, None]
+        sums = sums.new_zeros(batch, sums.shape[1], room).index_put((sequence, heads, position), sums[0])
+    entropy = None if found.entropy is None else of_rows(found.entropy, 0.0)
+    return most if most is None else of_rows(most, -math.inf), entropy, top, sums
+
+
+def _packed_keys(problem: CachedProblem, room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The keys of all sequences one after another (total, Hkv, D), where each one's begin; and of every key its sequence and position."""
+    where, cache = problem.where, problem.k_cache
+    lengths = where.kv_lens.clamp(0, room)  # type: ignore[union-attr]
+    entries = cache.shape[0]
+    if where.kv_locs is not None:
+        lengths = torch.where((where.kv_locs >= 0) & (where.kv_locs < entries), lengths, 0)
+    ends = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
+    sequence = torch.repeat_interleave(torch.arange(lengths.shape[0], device=cache.device), lengths)
+    position = torch.arange(sequence.shape[0], device=cache.device) - ends[sequence]
+    if where.pages is not None:
+        entry = where.pages[sequence, position // cache.shape[1]]
+        position_there = position % cache.shape[1]
+    else:
+        entry = sequence % entries if where.kv_locs is None else where.kv_locs[sequence]
+        position_there = position
+    bits = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # torch indexes no float8
+    keys = bits[entry.clamp(0, entries - 1), position_there].view(cache.dtype).to(problem.query.dtype)
+    return keys.masked_fill_(((entry < 0) | (entry >= entries))[:, None, None], 0.0), ends, sequence, position
