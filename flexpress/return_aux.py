@@ -16,9 +16,9 @@ from .codegen.run.statistics import Wanted
 class AuxRequest(NamedTuple):
     """Which statistics attention is to return beside the output; see AuxOutput and AuxStatistics.
 
-    The first two cost nothing (but max_scores of cached_attention). entropy and top_index take a pass over the keys of their own (one for both), and column_sums another one:
-    each about as long as a forward pass by the portable kernels, whichever kernels compute the output. A gradient of column_sums takes a
-    forward and a backward pass, one of entropy two backward passes and what forward mode takes.
+    The first two cost nothing (but max_scores of cached_attention). entropy and top_index take a pass over the keys of their own (one for
+    both), and column_sums another one: each about as long as a forward pass by the portable kernels, whichever kernels compute the output.
+    A gradient of column_sums takes a forward and a backward pass, one of entropy two backward passes and what forward mode takes.
     """
 
     lse: bool = False
