@@ -568,14 +568,22 @@ def test_precompile_waits_for_masks_too(soon, monkeypatch):
 
 def test_precompile_begins_all_kernels_at_once(soon, monkeypatch):
     """Of the forward and the backward pass. Nothing is compiled twice, and a call finds all of it."""
-    order, submit, end = [], workers.POOL.submit, workers.Job.end
+    order, submit, end, all_begun = [], workers.POOL.submit, workers.Job.end, threading.Event()
 
     def submitted(job):
         order.append(job.request.entry)
+        if len(order) == 3:
+            all_begun.set()
         return submit(job)
 
+    def ended(job, answer):
+        all_begun.wait(60.0)  # a busy machine may be done with the first before the last has begun
+        if job.request:
+            order.append("over")
+        end(job, answer)
+
     monkeypatch.setattr(workers.POOL, "submit", submitted)
-    monkeypatch.setattr(workers.Job, "end", lambda job, answer: (job.request and order.append("over"), end(job, answer)))
+    monkeypatch.setattr(workers.Job, "end", ended)
     monkeypatch.setattr(binary, "obtain", None)
     q, k, v = problem()
     precompile(q, k, v, alibi(torch.ones(2)), mask_mod=causal, backward=True)
