@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as torchs
 from torch.nn.functional import scaled_dot_product_attention
 
-from flexpress import AuxRequest, create_block_mask, dropout_mask, flex_attention, varlen_attention
+from flexpress import AuxRequest, AuxStatistics, cached_attention, create_block_mask, dropout_mask, flex_attention, varlen_attention
 from flexpress.mods import causal, sliding_window
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there tests run it, with small shapes
@@ -286,6 +286,57 @@ def statistics_gradient_case(shape: Sequence[int], statistic: str) -> Case:
     return Case(ways, (q, k), limit=0.05)
 
 
+def statistics_packed_case(lengths: Sequence[int], heads: int, head_dim: int) -> Case:
+    """Column sums of packed sequences. By hand: dense attention in torch, one sequence after another."""
+    q, k, v = (normal(sum(lengths), heads, head_dim) for _ in range(3))
+    ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+
+    def asked(**names: bool) -> tuple[torch.Tensor, AuxStatistics]:
+        return varlen_attention(q, k, v, ends, mask_mod=causal, return_aux=AuxRequest(**names))
+
+    def dense() -> torch.Tensor:
+        sums = []
+        for a, b in zip(*(t.split(list(lengths)) for t in (q, k)), strict=True):
+            scores = torch.einsum("mhd,nhd->hmn", a, b).float() * head_dim**-0.5
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).triu(1)
+            sums.append(scores.masked_fill_(hidden, -math.inf).softmax(-1).sum(1).T)
+        return torch.cat(sums)
+
+    ways = {
+        "plain": Way(lambda: one(varlen_attention(q, k, v, ends, mask_mod=causal))),
+        "feature": Way(lambda: one(asked(entropy=True, top_index=True, column_sums=True)[0]), "plain"),
+        "column_sums": Way(lambda: one(asked(column_sums=True)[1].column_sums)),
+        "by_hand": Way(lambda: one(dense()), "column_sums"),
+    }
+    return Case(ways)
+
+
+def statistics_cache_case(batch: int, heads: int, kv_heads: int, keys: int, head_dim: int, queries: int, page_size: int) -> Case:
+    """Column sums of the last queries of sequences in pages. By hand: torch gathers the keys and computes all weights."""
+    pages = batch * keys // page_size
+    k, v = (normal(pages, page_size, kv_heads, head_dim) for _ in range(2))
+    q, table = normal(batch, heads, queries, head_dim), torch.randperm(pages, device=DEVICE).int().view(batch, -1)
+    lengths = torch.full((batch,), keys, device=DEVICE, dtype=torch.int32)
+
+    def asked(**names: bool) -> tuple[torch.Tensor, AuxStatistics]:
+        return cached_attention(q, k, v, lengths, page_table=table, return_aux=AuxRequest(**names))
+
+    def dense() -> torch.Tensor:
+        kept = k[table].flatten(1, 2).transpose(1, 2)
+        scores = (q.view(batch, kv_heads, -1, head_dim) @ kept.mT).float().view(batch, heads, queries, keys) * head_dim**-0.5
+        hidden = torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).triu(keys - queries + 1)
+        return scores.masked_fill_(hidden, -math.inf).softmax(-1).sum(-2)
+
+    ways = {
+        "plain": Way(lambda: one(cached_attention(q, k, v, lengths, page_table=table))),
+        "feature": Way(lambda: one(asked(entropy=True, top_index=True, column_sums=True)[0]), "plain"),
+        "entropy and top_index": Way(lambda: one(asked(entropy=True, top_index=True)[0]), "plain"),
+        "column_sums": Way(lambda: one(asked(column_sums=True)[1].column_sums)),
+        "by_hand": Way(lambda: one(dense()), "column_sums"),
+    }
+    return Case(ways)
+
+
 PACKED = (4001, 7999, 2000, 10000, 8768) * 2
 SHAPE, NARROW = (4, 16, 16, 4096, 128), (4, 16, 16, 4096, 64)
 CASES: dict[str, Callable[[], Case]] = {
@@ -302,6 +353,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "second_full_d64": lambda: second_case((1, 16, 16, 4096, 64), is_causal=False),
     "dots_full": lambda: dots_case(SHAPE),
     "statistics_causal": lambda: statistics_case(SHAPE),
+    "statistics_packed": lambda: statistics_packed_case(PACKED[:5], 16, 128),
+    "statistics_decode": lambda: statistics_cache_case(64, 32, 8, 8192, 128, 1, 64),
+    "statistics_window": lambda: statistics_cache_case(4, 32, 8, 32768, 128, 32, 64),
     "entropy_gradient": lambda: statistics_gradient_case((1, *SHAPE[1:]), "entropy"),
     "column_sums_gradient": lambda: statistics_gradient_case((1, *SHAPE[1:]), "column_sums"),
 }

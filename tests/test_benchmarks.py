@@ -452,6 +452,8 @@ def test_features_are_compared_before_they_are_timed(monkeypatch):
         "second": lambda: cases.second_case((1, 2, 2, 40, 16), is_causal=False),
         "dots": lambda: cases.dots_case((1, 2, 2, 70, 16)),
         "statistics": lambda: cases.statistics_case((1, 2, 2, 70, 16)),
+        "statistics_packed": lambda: cases.statistics_packed_case((70, 20), 2, 16),
+        "statistics_cache": lambda: cases.statistics_cache_case(2, 4, 2, 128, 16, 3, 16),
         "entropy_gradient": lambda: cases.statistics_gradient_case((1, 2, 2, 70, 16), "entropy"),
         "column_sums_gradient": lambda: cases.statistics_gradient_case((1, 2, 2, 70, 16), "column_sums"),
     }
