@@ -5,6 +5,7 @@ cached_rows walks the keys of each row, split among programs; cached_columns the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..mod.dtypes import dtype_name
@@ -19,7 +20,7 @@ from .geometry import STRIDES
 from .slices import padded
 from .tiles import Tile
 
-FEW, MANY = 16, 64  # queries of a head that cached_columns takes at once: where sequences have as few, and where they have more
+FEW, MANY = 16, 64  # rows that cached_columns takes at once: where heads that share keys have as few, and where they have more
 
 
 class Looks(NamedTuple):
@@ -41,25 +42,33 @@ def plan_cached_rows(case: DecodeCase, looks: Looks, backend: str, arch: str, sc
     block_args = ["K", *(["PAGES", "Zkv", "stride_kz"] if case.page_size else []), "stride_kn", *([] if case.units[1] else ["stride_kd"])]
     flags = {"SPLIT": True, "BALANCED": False, "BY_TOKENS": case.by_tokens, "ENTROPY": looks.entropy, "TOP_INDEX": looks.top_index}
     sizes = ("QUERIES", "PACK", "SPLITS", *(["Z"] if case.by_tokens else []))
-    tile = _tile(case, arch, score, rows)
+    tile = _tile(case, arch, score, rows, paged=case.page_size > 0)
     return _plan("cached_rows", case, backend, tile, score, mask, written, {**flags, "k_params": ", ".join(block_args)}, sizes, "kv")
 
 
-def plan_cached_columns(case: DecodeCase, backend: str, arch: str, score: Mod | None, mask: Mod | None, rows: int) -> Plan:
-    """cached_columns, of the same arguments; its rows are queries of one head."""
+def plan_cached_columns(case: DecodeCase, pack: int, backend: str, arch: str, score: Mod | None, mask: Mod | None, rows: int) -> Plan:
+    """cached_columns, of the same arguments; rows are of `pack` heads, a power of two."""
     of_rows = "[T, Hq, 2]" if case.ragged else "[Z, Hq, Q_LEN, 2]"
     tensors = [
         pointer("ROWS", "float32", f"{of_rows}: the largest score, log2 of its weight"),
         pointer("SUMS", "float32", "[Z, Hq, WIDTH], written"),
     ]
-    return _plan("cached_columns", case, backend, _tile(case, arch, score, rows), score, mask, tensors, {}, ("WIDTH",), "q")
+    tile = replace(_tile(case, arch, score, FEW, paged=False), BLOCK_M=rows)  # keys are loaded once, however many rows there are
+    return _plan("cached_columns", case, backend, tile, score, mask, tensors, {"PACK": pack}, ("WIDTH",), "q")
 
 
-def _tile(case: DecodeCase, arch: str, score: Mod | None, rows: int) -> Tile:
-    """That of decode, whose values would be as wide as its keys."""
+def columns_at_once(q_len: int, group: int, by_head: bool) -> tuple[int, int]:
+    """Heads and rows of a tile of cached_columns, for up to `q_len` queries of groups of `group` heads. by_head: heads have block lists of
+    their own, and share no tile."""
+    pack = 1 if by_head else next(n for n in (16, 8, 4, 2, 1) if group % n == 0)
+    return pack, FEW if q_len * pack <= FEW else MANY
+
+
+def _tile(case: DecodeCase, arch: str, score: Mod | None, rows: int, *, paged: bool) -> Tile:
+    """That of decode, whose values would be as wide as its keys. `paged`: pages are looked up in the loop."""
     check_heads(score and score[0])
     width, kv_block = padded(case.d_qk, width_of_dots(score and score[0])), case.blocks.kv_block if case.blocks else 0
-    return decode_tile(arch, rows, width, padded(case.d_qk), case.itemsize, kv_block=kv_block, paged=case.page_size > 0)
+    return decode_tile(arch, rows, width, padded(case.d_qk), case.itemsize, kv_block=kv_block, paged=paged)
 
 
 def _plan(
@@ -75,7 +84,7 @@ def _plan(
     axis: str,
 ) -> Plan:
     columns = axis == "q"
-    target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=not columns, transposed=columns)
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True, transposed=columns)
     score_text, mask_text = lowered(score, mask, target)
     kept, rows = dtype_name(case.kv_dtype or case.dtype), "T, Hq" if case.ragged else "Z, Hq, Q_LEN"
     places = f"pages, Hkv, {case.page_size}" if case.page_size else "Zkv, Hkv, KV_LEN"

@@ -10,7 +10,7 @@ import torch
 
 from ..device.devices import architecture_of, backend_of, multiprocessors
 from ..device.memory import contiguous
-from ..plan.cached_statistics import FEW, MANY, Looks, plan_cached_columns, plan_cached_rows
+from ..plan.cached_statistics import Looks, columns_at_once, plan_cached_columns, plan_cached_rows
 from ..plan.decode import Rows, rows_of, splits_of, vector_of
 from ..plan.decode_tiles import most_rows
 from ..plan.forward import Plan, scales
@@ -145,7 +145,8 @@ def _pass_over(axis: str, call: CachedCall, score: tuple | None, mask: tuple | N
     if axis == "kv":
         plan = plan_cached_rows(case, Looks(wanted.entropy, wanted.top_index), *machine, *keys, rows.rows)
     else:
-        plan = plan_cached_columns(case, *machine, *keys, FEW if Q_LEN <= FEW else MANY)
+        pack, many = columns_at_once(Q_LEN, geometry.numbers["GROUP_SIZE"], _by_head(lists))
+        plan = plan_cached_columns(case, pack, *machine, *keys, many)
     numbers = {
         **geometry.numbers,
         **{"Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "WIDTH": KV_LEN, "Z": call.extents[0], "T": tokens or 0, "QUERIES": rows.queries},
@@ -161,8 +162,12 @@ def _division(call: CachedCall, group: int, lists: BlockLists | None, tokens: in
     """How queries and heads make up the tiles of cached_rows, and into how many parts keys are split."""
     _, Hq, Q_LEN, KV_LEN = call.extents
     q, k = call.q, call.k
-    by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
     most = most_rows(architecture_of(q.device), q.shape[3], q.shape[3], max(q.element_size(), k.element_size()))
-    rows = rows_of(Q_LEN, 1 if by_head else group, lists.q_block if lists else 0, most)
+    rows = rows_of(Q_LEN, 1 if _by_head(lists) else group, lists.q_block if lists else 0, most)
     programs = max(tiles_of(call.extents, rows, tokens), 1) * (Hq // rows.pack)
     return rows, splits_of(KV_LEN, programs, multiprocessors(q.device) if q.device.type != "cpu" else _INTERPRETED)
+
+
+def _by_head(lists: BlockLists | None) -> bool:
+    """Have heads lists of their own, so that they do not share a tile?"""
+    return lists is not None and lists.kv_num_blocks.shape[1] > 1

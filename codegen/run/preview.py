@@ -18,7 +18,7 @@ from ..device import offline
 from ..plan import hopper_decode
 from ..plan.as_bfloat16 import ELEMENTS, as_bfloat16_spec
 from ..plan.backward import Step, delta_rows
-from ..plan.cached_statistics import FEW, MANY, Looks, plan_cached_columns, plan_cached_rows
+from ..plan.cached_statistics import Looks, columns_at_once, plan_cached_columns, plan_cached_rows
 from ..plan.cpu import plan_cpu_backward, plan_cpu_forward
 from ..plan.cpu_statistics import plan_cpu_statistics
 from ..plan.cpu_tangent import plan_cpu_gradients, plan_cpu_tangent
@@ -180,7 +180,8 @@ def cached_statistics_compilations(
     imagined, case, rows = _decode_case(target, call, q_len, group, kv_dtype, {"lengths": True, **changes})
     machine, mods = machine_of(target), (imagined.score, imagined.mask)
     found = {"rows": plan_cached_rows(case, Looks(True, True), *machine, *mods, rows)}
-    found["columns"] = plan_cached_columns(case, *machine, *mods, FEW if q_len <= FEW else MANY)
+    pack, many = columns_at_once(q_len, group, False)
+    found["columns"] = plan_cached_columns(case, pack, *machine, *mods, many)
     return {name: _tiled(target, plan) for name, plan in found.items()}
 
 
