@@ -71,6 +71,8 @@ from flexpress.versions import check_versions
 
 check_versions()
 
+from torch.nn.attention.flex_attention import FlexKernelOptions
+
 from flexpress import cache_operators as _cache_operators  # noqa: F401
 from flexpress import flash, flash_attn
 from flexpress import mask_operators as _mask_operators  # noqa: F401
@@ -112,6 +114,7 @@ __all__ = [
     "AuxStatistics",
     "BlockMask",
     "CacheInfo",
+    "FlexKernelOptions",
     "Llama3Scaling",
     "MaskMod",
     "ModError",

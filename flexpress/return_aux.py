@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention import flex_attention as torchs
 from torch.utils import _pytree as pytree
 
 from flexpress.plain_arguments import flag
@@ -28,11 +29,8 @@ class AuxRequest(NamedTuple):
     column_sums: bool = False
 
 
-class AuxOutput(NamedTuple):
-    """lse and max_scores, float32 (B, Hq, Q_LEN), or None where not asked for."""
-
-    lse: torch.Tensor | None = None
-    max_scores: torch.Tensor | None = None
+# lse and max_scores, float32 (B, Hq, Q_LEN), or None where not asked for: torch's own class, so that isinstance is what it is there
+AuxOutput = torchs.AuxOutput
 
 
 class AuxStatistics(NamedTuple):

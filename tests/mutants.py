@@ -606,8 +606,8 @@ CHECKS = [
     ),
     Mutant(
         "flexpress/checks.py",
-        "        if size % tile[name]:",
-        "        if size < tile[name]:",
+        'if "BLOCK" in part and size % number:',
+        'if "BLOCK" in part and size < number:',
         named("arguments", "tile"),
         "a tile that does not divide the mask's blocks passes",
     ),

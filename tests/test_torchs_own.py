@@ -302,3 +302,10 @@ def test_strides_of_any_order():
             assert out.stride() == q.stride()
         out.backward(torch.randn_like(out))
         assert all(t.grad.stride() == t.stride() for t in (q, k, v))
+
+
+def test_what_torch_exports_is_here_too():
+    """By torch's names; what return_aux gives is torch's class, as code that asks for it is told."""
+    assert all(hasattr(flexpress, name) for name in torchs.__all__) and flexpress.AuxOutput is torchs.AuxOutput
+    q = torch.randn(1, 1, 8, 16)
+    assert isinstance(flexpress.flex_attention(q, q, q, return_aux=torchs.AuxRequest(lse=True))[1], torchs.AuxOutput)
