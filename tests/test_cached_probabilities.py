@@ -138,6 +138,33 @@ def test_shapes_without_memory():
     assert (aux.entropy.dtype, aux.top_index.dtype, aux.column_sums.dtype) == (torch.float32, torch.int64, torch.float32)
 
 
+@pytest.mark.usefixtures("in_cpp")
+def test_pages_outside_in_cpp():
+    check_pages_outside("cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_outside(device):
+    check_pages_outside(device)
+
+
+def check_pages_outside(device: str) -> None:
+    """They hold zeros, as for the output; tokens that no sequence has get nothing."""
+    torch.manual_seed(0)
+    k = torch.randn(4, 16, 2, 16, device=device)
+    q, table = torch.randn(5, 4, 16, device=device), torch.tensor([[0, -1, 3], [7, 2, 1]], device=device, dtype=torch.int32)
+    lengths, starts = (torch.tensor(n, device=device, dtype=torch.int32) for n in ([40, 30], [0, 2, 4]))
+    given = {"page_table": table, "cu_seqlens_q": starts, "max_q_len": 2, "check": False}
+    _, found = cached_attention(q, k, k, lengths, **given, return_aux=ALL)
+    zeros = torch.cat((k, torch.zeros_like(k[:1])))
+    there = torch.tensor([[0, 4, 3], [4, 2, 1]], device=device, dtype=torch.int32)
+    _, wanted = cached_attention(q[:4], zeros, zeros, lengths, **{**given, "page_table": there}, return_aux=ALL)
+    for name in ("lse", "max_scores", "entropy", "top_index"):
+        torch.testing.assert_close(getattr(found, name)[:4], getattr(wanted, name))
+    torch.testing.assert_close(found.column_sums, wanted.column_sums)
+    assert (found.top_index[4] == -1).all() and not found.entropy[4].any() and found.max_scores[4].isneginf().all()
+
+
 def test_other_lengths_print_nothing_again():
     for lengths in ([40, 70], [50, 60]):
         before = cache_info()

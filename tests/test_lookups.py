@@ -18,6 +18,8 @@ FUNCTIONS = [
     "embedding(q_idx % 5)[h]",
     "torch.take(table, q_idx % 20)",
     "row.take(kv_idx)",
+    "torch.index_select(row, 0, q_idx.reshape(1)).sum()",
+    "table.index_select(0, kv_idx % 5)[0, 2]",
     "row.gather(0, q_idx)",
     "torch.bucketize(score, bounds)",
     "torch.bucketize(kv_idx, starts, right=True)",

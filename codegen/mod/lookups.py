@@ -38,6 +38,14 @@ def _gather(input, dim, index, *, sparse_grad=False):
     return input[index]
 
 
+def _index_select(input, dim, index):
+    if dim % max(input.ndim, 1) != 0:
+        hint = "Index it: table[:, q_idx], or table[h, q_idx]."
+        raise running().error(f"index_select along dimension {dim} of a tensor of shape {tuple(input.shape)}", hint)
+    found, index = input[(index,)], as_vector(index)
+    return found if type(index) is Vector else found.unsqueeze(0)
+
+
 def _searchsorted(sorted_sequence, input, *, out_int32=False, right=False, side=None, sorter=None):
     if sorter is not None:
         raise running().error("searchsorted with a sorter", "Sort the tensor before: a mod is called once for every score.")
@@ -89,6 +97,7 @@ LOOKUPS = {  # by function, or by the name of a method
     ),
     **dict.fromkeys((torch.take, torch.Tensor.take, "take"), _take),
     **dict.fromkeys((torch.gather, torch.Tensor.gather, "gather"), _gather),
+    **dict.fromkeys((torch.index_select, torch.Tensor.index_select, "index_select"), _index_select),
     torch.searchsorted: _searchsorted,
     torch.bucketize: _bucketize,
     **dict.fromkeys((torch.isin, "isin"), _isin),
