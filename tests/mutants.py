@@ -2122,7 +2122,7 @@ VARIOUS = [
         "codegen/plan/cached_statistics.py",
         "pack = 1 if by_head else",
         "pack =",
-        named("cached_probabilities", "any_batch and not cpp"),
+        named("cached_probabilities", "many_keys"),
         "heads with block lists of their own share a tile",
     ),
     Mutant(

@@ -32,6 +32,7 @@ def mask_mods():
         "hash": lambda b, h, q, k: (k <= q) & ((q * 1103515245 + k * 12345) % 7 < 5),
         "all": lambda b, h, q, k: k >= 0,
         "per head": lambda b, h, q, k: (k <= q) & (k >= h),
+        "blocks per head": lambda b, h, q, k: (k <= q) & (k // 128 % 3 != h % 3),
     }
 
 
