@@ -61,7 +61,7 @@ def test_any_batch_in_cpp(p):
 @pytest.mark.parametrize("q_len", [1, 3, 40])
 def test_many_keys(q_len, ragged, device, poisoned_memory):
     """Split among programs; a window visits few blocks of them, and heads may visit others each."""
-    p = Batch(q_lens=[q_len] * 2, kv_lens=[700, 1500], ragged=ragged, score="alibi", mask="window", seed=2)
+    p = Batch(q_lens=[q_len] * 2, kv_lens=[700, 1500], ragged=ragged, Hq=8, score="alibi", seed=2)
     for mask in ("window", "none", "blocks per head"):
         check(replace(p, mask=mask), device)
 
