@@ -18,7 +18,9 @@ from flexpress.packed_call import in_sequences, packed_call
 from flexpress.probabilities import look
 
 from .codegen.device.cpp_compiler import by_either
+from .codegen.mod.capture import name_of
 from .codegen.run.cached_statistics import cached_statistics
+from .codegen.run.profiled import in_range, is_profiled
 from .codegen.run.statistics import Statistics, Wanted
 
 
@@ -31,7 +33,10 @@ def look_at_cache(problem: CachedProblem, max_scores: bool, wanted: Wanted) -> t
         return _of_nothing(problem, max_scores, wanted, room)
     with torch.no_grad():
         look_at = lambda in_cpp: (_of_copies if in_cpp else _in_place)(problem, max_scores, wanted, room)  # noqa: E731
-        most, *found = by_either(look_at, query.device)
+        run = by_either
+        if is_profiled():
+            run = in_range(by_either, "cached_statistics", [*map(name_of, filter(None, (problem.score_mod, problem.mask_mod)))])
+        most, *found = run(look_at, query.device)
     return most if max_scores else None, *found
 
 
@@ -39,10 +44,10 @@ def _of_nothing(problem: CachedProblem, max_scores: bool, wanted: Wanted, room: 
     rows, device = problem.query.shape[:-1], problem.query.device
     sums = problem.where.kv_lens.shape[0], problem.query.shape[1], room  # type: ignore[union-attr]
     return (
-        torch.full(rows, -math.inf, device=device) if max_scores else None,
-        torch.zeros(rows, device=device) if wanted.entropy else None,
-        torch.full(rows, -1, device=device) if wanted.top_index else None,
-        torch.zeros(sums, device=device) if wanted.column_sums else None,
+        torch.full(rows, -math.inf, dtype=torch.float32, device=device) if max_scores else None,
+        torch.zeros(rows, dtype=torch.float32, device=device) if wanted.entropy else None,
+        torch.full(rows, -1, dtype=torch.int64, device=device) if wanted.top_index else None,
+        torch.zeros(sums, dtype=torch.float32, device=device) if wanted.column_sums else None,
     )
 
 
@@ -56,40 +61,55 @@ def _in_place(problem: CachedProblem, max_scores: bool, wanted: Wanted, room: in
 
 def _of_copies(problem: CachedProblem, max_scores: bool, wanted: Wanted, room: int) -> tuple:
     """Of the sequences packed: lengths lie on a CPU, where nobody waits for them."""
-    query, where, ragged = problem.query, problem.where, problem.is_ragged
-    batch, q_len = where.kv_lens.shape[0], query.shape[2]  # type: ignore[union-attr]
-    ends_q = where.cu_q if ragged else torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, device=query.device)
-    q = query if ragged else query.transpose(1, 2).flatten(0, 1)
+    query, where = problem.query, problem.where
+    kv_lens: torch.Tensor = where.kv_lens  # type: ignore[assignment]  # a cache has them
+    q, ends_q, token = _packed_queries(problem)
     keys, ends_k, sequence, position = _packed_keys(problem, room)
     if where.k_scales is not None:
         q, keys = q.float(), keys.float() * where.k_scales[:, None]
     scale, score_mod = scale_of(problem.scale, problem.score_mod, query)
-    at = position_from(problem.q_offset, where.kv_lens, where.cu_q, q_len)  # type: ignore[arg-type]
+    at = position_from(problem.q_offset, kv_lens, where.cu_q, query.shape[2])
     score = None if score_mod is None else score_from(part_of(score_mod, "score", q.device, room), at)
     if problem.mask_mod is None:
-        mask = causal_from(at, where.kv_lens)  # type: ignore[arg-type]
+        mask = causal_from(at, kv_lens)
     else:
-        mask = mask_from(part_of(problem.mask_mod, "mask", q.device, room), at, where.kv_lens)  # type: ignore[arg-type]
-    used = int(ends_q[-1])
-    call = packed_call(q[:used], keys, keys, ends_q, ends_k, score, mask, scale, sinks=problem.sinks)
+        mask = mask_from(part_of(problem.mask_mod, "mask", q.device, room), at, kv_lens)
+    # values are not read, but for max_scores: one column will do
+    call = packed_call(q, keys, keys[..., :1], ends_q, ends_k, score, mask, scale, sinks=problem.sinks)
     most = attend(call, True, False)[2] if max_scores else None
     found = look(call, wanted, False) if any(wanted) else Statistics()
-
-    def of_rows(tensor: torch.Tensor, of_nothing: float) -> torch.Tensor:
-        rows = tensor[0].T
-        if not ragged:
-            return rows.unflatten(0, (batch, q_len)).transpose(1, 2)
-        return torch.cat((rows, rows.new_full((query.shape[0] - used, rows.shape[1]), of_nothing)))
-
-    top = found.top_index
-    if top is not None:
-        top = of_rows(in_sequences(top[0].T, ends_q, ends_k, keys.shape[0]).T[None], -1)
-    sums = found.column_sums
+    top_index, sums = found.top_index, found.column_sums
+    if top_index is not None:
+        top_index = in_sequences(top_index[0].T, ends_q, ends_k, keys.shape[0]).T[None]
     if sums is not None:
         heads = torch.arange(sums.shape[1], device=sums.device)[:, None]
-        sums = sums.new_zeros(batch, sums.shape[1], room).index_put((sequence, heads, position), sums[0])
-    entropy = None if found.entropy is None else of_rows(found.entropy, 0.0)
-    return most if most is None else of_rows(most, -math.inf), entropy, top, sums
+        sums = sums.new_zeros(kv_lens.shape[0], sums.shape[1], room).index_put((sequence, heads, position), sums[0])
+    rows = (most, -math.inf), (found.entropy, 0.0), (top_index, -1)
+    return *(t if t is None else _of_rows(t, of_nothing, token, problem) for t, of_nothing in rows), sums
+
+
+def _packed_queries(problem: CachedProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The queries of all sequences one after another (total, Hq, D), where each one's begin, and which token each is. As kernels read
+    offsets: they may say anything, and what is longer than max_q_len is cut."""
+    query, where = problem.query, problem.where
+    if where.cu_q is None:
+        batch, _, q_len, _ = query.shape
+        ends = torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, device=query.device)
+        return query.transpose(1, 2).flatten(0, 1), ends, torch.arange(batch * q_len, device=query.device)
+    offsets = where.cu_q.clamp(0, query.shape[0])
+    counts = (offsets[1:] - offsets[:-1]).clamp(0, where.max_q)
+    ends = torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
+    sequence = torch.repeat_interleave(torch.arange(counts.shape[0], device=query.device), counts)
+    token = offsets[sequence] + torch.arange(sequence.shape[0], device=query.device) - ends[sequence]
+    return query[token], ends, token
+
+
+def _of_rows(tensor: torch.Tensor, of_nothing: float, token: torch.Tensor, problem: CachedProblem) -> torch.Tensor:
+    """What packed queries (1, Hq, total) have, as lse lies in memory."""
+    rows = problem.query.shape[:-1]
+    if not problem.is_ragged:
+        return tensor[0].T.unflatten(0, (rows[0], rows[2])).transpose(1, 2).contiguous()
+    return tensor.new_full(rows, of_nothing).index_put((token,), tensor[0].T)
 
 
 def _packed_keys(problem: CachedProblem, room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -151,7 +151,7 @@ def _compile(target: str) -> str:
 def _attend(device: str) -> str:
     """Run a small causal attention; an error if it is off."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 48, 32, device=device).unbind()
+    q, k, v = torch.randn(3, 1, 2, 48, 32, dtype=torch.float32, device=device).unbind()
     start = time.perf_counter()
     mask = flexpress.create_block_mask(mods.causal, None, None, 48, 48, device=device)
     out = flexpress.flex_attention(q, k, v, block_mask=mask)

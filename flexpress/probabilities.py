@@ -19,6 +19,7 @@ from flexpress.problem import Problem
 from flexpress.sinks import before_sinks, sink_shares
 
 from .codegen.compiling import runs_uncompiled
+from .codegen.gpus import WIDEST_TILE
 from .codegen.mod.scaled import scaled_graph
 from .codegen.run.call import Bound
 from .codegen.run.captured import all_apart
@@ -49,6 +50,11 @@ def look(call, wanted: Wanted, deterministic: bool) -> Statistics:
         return statistics(call, wanted)
     if call.score is not None:
         call = call._replace(score=all_apart(call.score))
+    if wanted.entropy and call.q.shape[3] > WIDEST_TILE:
+        raise NotImplementedError(
+            f"the entropy of return_aux has gradients for head dims up to {WIDEST_TILE}, and q and k have {call.q.shape[3]}: ask for it "
+            "under torch.no_grad(), or leave it out"
+        )
     problem, inputs, mask_tensors = parts_of_call(call, deterministic or torch.are_deterministic_algorithms_enabled())
     found = iter(_Looked.apply(call, problem, wanted, mask_tensors, *inputs))
     return Statistics(*(next(found) if asked else None for asked in wanted))
@@ -80,7 +86,8 @@ class _Looked(torch.autograd.Function):
     def backward(ctx, *given):
         given = iter(given)
         d_entropy, _, d_sums = (next(given) if asked else None for asked in ctx.wanted)
-        inputs, mask_tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: hooks of saved tensors may unpack them only so often
+        inputs, mask_tensors = saved[: ctx.count], saved[ctx.count :]
         with torch.no_grad():
             found = gradients(ctx.problem, inputs, mask_tensors, d_entropy, d_sums, ctx.needs_input_grad[4:])
         return None, None, None, None, *once(found, inputs, LOOKED_ONCE)
@@ -124,7 +131,7 @@ def _of_columns(problem: Problem, inputs, mask_tensors, d_sums: torch.Tensor, ne
 def _of_entropy(problem: Problem, inputs, mask_tensors, d_entropy: torch.Tensor, needs: list[bool]) -> list[torch.Tensor | None]:
     """Of lse with sinks, less the mean of keys' scores and sinks by what each has of the weight."""
     q, k, sinks, *captured = inputs
-    factor, (graph, numbers) = torch.ones((), device=q.device), problem.as_pushed().score
+    factor, (graph, numbers) = torch.ones((), dtype=torch.float32, device=q.device), problem.as_pushed().score
     problem = replace(problem, score=(scaled_graph(graph), numbers))
     x = q, k, k.new_zeros((*k.shape[:3], 1)), *captured, factor, *mask_tensors
     grows = [torch.ones_like(factor) if t is factor else None for t in x]

@@ -111,9 +111,9 @@ def graph_distances(edges: Tensor, num_nodes: int, max_distance: int) -> Tensor:
     if has_values(edges) and outside.any():
         first = edges[:, outside.any(0)][:, 0].tolist()
         raise ValueError(f"{recipe}(): edges must name nodes from 0 to {nodes - 1}, got the edge {first}; pass a larger num_nodes")
-    step = torch.zeros(nodes, nodes, device=edges.device)
+    step = torch.zeros(nodes, nodes, dtype=torch.float32, device=edges.device)
     step[edges[0], edges[1]] = 1.0
-    near = torch.eye(nodes, device=edges.device)
+    near = torch.eye(nodes, dtype=torch.float32, device=edges.device)
     distances = torch.where(near > 0, 0, farthest).to(torch.int8 if farthest <= 127 else torch.int16)
     for distance in range(1, farthest):
         near = ((near @ step + near) > 0).float()  # reached in so many steps, or in fewer

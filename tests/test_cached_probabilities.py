@@ -129,6 +129,50 @@ def test_under_torch_compile(ragged, device):
     assert torch.equal(only(**arguments).column_sums, cached_attention(**arguments, return_aux=ALL)[1].column_sums)
 
 
+@pytest.mark.usefixtures("in_cpp")
+def test_the_operator_in_cpp():
+    """Its strides are those that torch's compiler was told."""
+    for ragged in (False, True):
+        arguments, _ = made(Batch(q_lens=[3, 3], kv_lens=[40, 70], ragged=ragged), "cpu")
+        compiled = torch.compile(lambda **given: cached_attention(**given, return_aux=ALL)[1], fullgraph=True, backend="aot_eager")
+        for have, want in zip(compiled(**arguments), cached_attention(**arguments, return_aux=ALL)[1], strict=True):
+            assert torch.equal(have, want) and have.is_contiguous() and want.is_contiguous()
+
+
+@pytest.mark.usefixtures("in_cpp")
+def test_latent_keys_in_cpp():
+    check(Batch(q_lens=[1, 3], kv_lens=[40, 70], Hkv=1, Hq=4, D_QK=576, D_V=512, values_in_keys=True), "cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_latent_keys(device):
+    check(Batch(q_lens=[1, 30], kv_lens=[40, 70], Hkv=1, Hq=4, D_QK=576, D_V=512, values_in_keys=True), device)
+
+
+@pytest.mark.usefixtures("in_cpp")
+def test_offsets_that_lie_in_cpp():
+    check_offsets_that_lie("cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_offsets_that_lie(device):
+    check_offsets_that_lie(device)
+
+
+def check_offsets_that_lie(device: str) -> None:
+    """Rows that are computed are those of the sequence that has them; others get nothing, as of the output."""
+    torch.manual_seed(0)
+    q, k = torch.randn(5, 4, 16, device=device), torch.randn(2, 40, 2, 16, device=device)
+    lengths = torch.tensor([40, 30], dtype=torch.int32, device=device)
+    for offsets, most in (([0, 2, 9], 9), ([1, 3, 5], 5), ([0, 4, 2], 5), ([-3, 2, 4], 5), ([0, 3, 5], 1)):
+        starts = torch.tensor(offsets, dtype=torch.int32, device=device)
+        _, aux = cached_attention(q, k, k, lengths, cu_seqlens_q=starts, max_q_len=most, check=False, return_aux=ALL)
+        there = ~aux.lse.isneginf()
+        assert torch.equal(there, aux.top_index >= 0) and torch.equal(there, ~aux.max_scores.isneginf())
+        assert not aux.entropy[~there].any() and aux.entropy[there].isfinite().all()
+        torch.testing.assert_close(aux.column_sums.sum((0, 2)), there.sum(0).float())
+
+
 def test_shapes_without_memory():
     with FakeTensorMode():
         q, k = torch.randn(5, 4, 16), torch.randn(9, 8, 2, 16)

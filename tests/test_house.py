@@ -189,16 +189,21 @@ MAKERS = (
     "rand",
     "randn",
 )
+FLOATS = ("empty", "empty_strided", "zeros", "ones", "full", "linspace", "eye", "rand", "randn")  # of the default dtype
 PROGRAMS = ("flexpress/cli.py", "flexpress/demo.py", "flexpress/recipes.py")  # which may follow torch's default device
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if str(p) not in PROGRAMS], ids=str)
 def test_tensors_are_made_on_a_device_that_is_named(path):
-    """torch's default device is the user's: a kernel's own memory on another one ends the process."""
+    """torch's default device and dtype are the user's: a kernel's own memory on another device ends the process, and of another dtype it is
+    read as what it is not."""
     for node in ast.walk(ast.parse(FILES[path].read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call) or ast.unparse(node.func) not in {f"torch.{name}" for name in MAKERS}:
             continue
-        assert {"device", None} & {k.arg for k in node.keywords}, f"{path}:{node.lineno} {ast.unparse(node)}: say on which device"
+        named = {k.arg for k in node.keywords}
+        assert {"device", None} & named, f"{path}:{node.lineno} {ast.unparse(node)}: say on which device"
+        if ast.unparse(node.func).removeprefix("torch.") in FLOATS:
+            assert {"dtype", None} & named, f"{path}:{node.lineno} {ast.unparse(node)}: say of which dtype"
 
 
 def test_tensors_of_files_are_made_on_a_device_that_is_named():

@@ -235,7 +235,6 @@ SPILLED = {
     ("sm_100", "causal d192x128 bf16: dkv"): 704,
     ("sm_100", "plain d128 fp32: decode"): 296 if NEWER else 8,
     ("sm_100", "causal d128 fp32"): 8,
-    ("sm_100", "alibi causal d128 bf16, pages of 16: cached columns"): 12,
     ("sm_100", "block_status document, ragged"): 16,
     ("sm_100", "block_status of a mask with everything"): 16,
 }

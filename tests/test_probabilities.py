@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from flexpress import AuxRequest, cache_info, create_block_mask, flex_attention, mods, printed_kernels, probability_operators
 from support.dense import relative_error
@@ -168,6 +169,46 @@ def test_no_queries_and_no_keys():
         _, aux = flex_attention(q, k, k, return_aux=ALL)
         found = torch.autograd.grad(aux.entropy.sum() + aux.column_sums.square().sum(), (q, k))
         assert found[0].shape == q.shape and found[1].shape == k.shape and not found[0].any() and not found[1].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_changes_nothing(dtype, device):
+    q = torch.randn(1, 2, 20, 16, device=device, requires_grad=True)
+
+    def looked() -> tuple[torch.Tensor, ...]:
+        _, aux = flex_attention(q, q, q, mods.softcap(2.0), return_aux=ALL)
+        return *aux, *torch.autograd.grad(aux.entropy.sum() + aux.column_sums.square().sum(), q)
+
+    wanted = looked()
+    torch.set_default_dtype(dtype)
+    try:
+        for have, want in zip(looked(), wanted, strict=True):
+            torch.testing.assert_close(have, want)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_activation_checkpointing(device):
+    q = torch.randn(1, 2, 20, 16, device=device, requires_grad=True)
+
+    def loss(q):
+        _, aux = flex_attention(q, q, q, mods.softcap(2.0), return_aux=ALL)
+        return aux.entropy.sum() + aux.column_sums.square().sum()
+
+    found = [torch.autograd.grad(run(q), q)[0] for run in (loss, lambda q: checkpoint(loss, q, use_reentrant=False))]
+    torch.testing.assert_close(*found)
+
+
+def test_entropy_of_wide_heads_has_no_gradient():
+    q = torch.randn(1, 1, 5, 320, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="entropy of return_aux has gradients for head dims up to 256, and q and k have 320"):
+        flex_attention(q, q, q, return_aux=AuxRequest(entropy=True))
+    _, aux = flex_attention(q.detach(), q.detach(), q.detach(), return_aux=AuxRequest(entropy=True))
+    assert aux.entropy.shape == (1, 1, 5)
+    flex_attention(q, q, q, return_aux=AuxRequest(column_sums=True))[1].column_sums.square().sum().backward()
+    assert q.grad.any()
 
 
 def test_a_gradient_has_no_derivative():

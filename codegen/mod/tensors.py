@@ -273,7 +273,7 @@ def _ordinary_keys(device: torch.device) -> frozenset[int]:
     found = set()
     for inference in (False, True):
         with torch.inference_mode(inference), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            made = torch.empty(1, device=device)
+            made = torch.empty(1, dtype=torch.float32, device=device)
             found |= {torch._C._dispatch_keys(t).raw_repr() for t in (made, made[:1])}
     return frozenset(found)
 

@@ -206,7 +206,7 @@ def _shape_like(value):
 def _tensor_like(value) -> torch.Tensor:
     """A tensor that has a shape alone."""
     with Unseen(), Unrecorded():
-        return torch.empty(tuple(value.shape), device="cpu")
+        return torch.empty(tuple(value.shape), dtype=torch.float32, device="cpu")
 
 
 def _elements(numbers, items: list[Sym]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..gpus import WIDEST_TILE
 from ..mod.dtypes import dtype_name
 from ..mod.loads import width_of_dots
 from ..text.parameters import Parameter, constants, numbers, pointer
@@ -53,15 +54,16 @@ def plan_cached_columns(case: DecodeCase, pack: int, backend: str, arch: str, sc
         pointer("ROWS", "float32", f"{of_rows}: the largest score, log2 of its weight"),
         pointer("SUMS", "float32", "[Z, Hq, WIDTH], written"),
     ]
-    tile = replace(_tile(case, arch, score, FEW, paged=False), BLOCK_M=rows)  # keys are loaded once, however many rows there are
+    tile = _tile(case, arch, score, rows, paged=False)
+    tile = replace(tile, num_stages=min(tile.num_stages, 1 if rows == FEW else 2))  # queries are few, or come from L2
     return _plan("cached_columns", case, backend, tile, score, mask, tensors, {"PACK": pack}, ("WIDTH",), "q")
 
 
-def columns_at_once(q_len: int, group: int, by_head: bool) -> tuple[int, int]:
+def columns_at_once(q_len: int, d_qk: int, group: int, by_head: bool) -> tuple[int, int]:
     """Heads and rows of a tile of cached_columns, for up to `q_len` queries of groups of `group` heads. by_head: heads have block lists of
     their own, and share no tile."""
     pack = 1 if by_head else next(n for n in (16, 8, 4, 2, 1) if group % n == 0)
-    return pack, FEW if q_len * pack <= FEW else MANY
+    return pack, FEW if q_len * pack <= FEW or d_qk > WIDEST_TILE else MANY
 
 
 def _tile(case: DecodeCase, arch: str, score: Mod | None, rows: int, *, paged: bool) -> Tile:

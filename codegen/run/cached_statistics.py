@@ -14,7 +14,7 @@ from ..plan.cached_statistics import Looks, columns_at_once, plan_cached_columns
 from ..plan.decode import Rows, rows_of, splits_of, vector_of
 from ..plan.decode_tiles import most_rows
 from ..plan.forward import Plan, scales
-from ..plan.tiles import BLOCK
+from ..plan.tiles import BLOCK, next_smaller
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
@@ -83,7 +83,7 @@ def merged(parts: Parts, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torc
         mean = torch.where(weights > 0.0, weights * (parts.mean + less), 0.0).sum(-1)
         if sinks is not None:
             mean = mean + torch.where(of_sink > 0.0, of_sink * behind, 0.0)
-        entropy = (-share * math.log(2.0) - mean / torch.where(total == 0.0, 1.0, total)).clamp(min=0.0)
+        entropy = (-share * math.log(2.0) - mean / torch.where(total == 0.0, 1.0, total)).clamp(min=0.0) + 0.0  # not -0.0
     if parts.top is not None:
         first = torch.where(parts.largest == most[..., None], parts.top, NO_KEY).amin(-1)
         top_index = torch.where(first == NO_KEY, -1, first.long())
@@ -126,7 +126,8 @@ def _launch(found: _Pass, call: CachedCall, outputs: dict, lists: BlockLists | N
     named = {"K": call.k, "Q": call.q, **call.cached.named, **outputs, **(lists.tensors(axis) if lists else {})}
     named = {name: t for name, t in named.items() if t is not None}
     captured = mod_values(found.plan, *(mod and mod[1] for mod in mods))
-    launch_fitting(found.plan, lambda tile: found.launch.with_tile(tile, named, captured, grid(tile), call.q.device), with_fewer_keys)
+    smaller = with_fewer_keys if axis == "kv" else next_smaller  # rows of the one have their place by the grid
+    launch_fitting(found.plan, lambda tile: found.launch.with_tile(tile, named, captured, grid(tile), call.q.device), smaller)
 
 
 def _pass_over(axis: str, call: CachedCall, score: tuple | None, mask: tuple | None, lists: BlockLists | None, wanted: Wanted) -> _Pass:
@@ -145,7 +146,7 @@ def _pass_over(axis: str, call: CachedCall, score: tuple | None, mask: tuple | N
     if axis == "kv":
         plan = plan_cached_rows(case, Looks(wanted.entropy, wanted.top_index), *machine, *keys, rows.rows)
     else:
-        pack, many = columns_at_once(Q_LEN, geometry.numbers["GROUP_SIZE"], _by_head(lists))
+        pack, many = columns_at_once(Q_LEN, call.q.shape[3], geometry.numbers["GROUP_SIZE"], _by_head(lists))
         plan = plan_cached_columns(case, pack, *machine, *keys, many)
     numbers = {
         **geometry.numbers,

@@ -238,7 +238,7 @@ def _fill_in_cpp(mask: torch.Tensor, bound: Bound) -> None:
     if bound[0].kind == "mask":
         fill(mask, bound, None, "float32", in_cpp=True)
         return
-    scores = torch.zeros(mask.shape, device="cpu")
+    scores = torch.zeros(mask.shape, dtype=torch.float32, device="cpu")
     fill(scores, bound, scores, "float32", in_cpp=not dots_of(bound[0]))
     torch.ne(scores, float("-inf"), out=mask)
 

@@ -180,7 +180,7 @@ def cached_statistics_compilations(
     imagined, case, rows = _decode_case(target, call, q_len, group, kv_dtype, {"lengths": True, **changes})
     machine, mods = machine_of(target), (imagined.score, imagined.mask)
     found = {"rows": plan_cached_rows(case, Looks(True, True), *machine, *mods, rows)}
-    pack, many = columns_at_once(q_len, group, False)
+    pack, many = columns_at_once(q_len, case.d_qk, group, False)
     found["columns"] = plan_cached_columns(case, pack, *machine, *mods, many)
     return {name: _tiled(target, plan) for name, plan in found.items()}
 
