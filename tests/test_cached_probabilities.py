@@ -209,6 +209,26 @@ def check_pages_outside(device: str) -> None:
     assert (found.top_index[4] == -1).all() and not found.entropy[4].any() and found.max_scores[4].isneginf().all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_in_a_cuda_graph(q_len):
+    """Lengths, keys and queries may be others at each replay."""
+    arguments, _ = made(Batch(q_lens=[q_len] * 2, kv_lens=[300, 700], ragged=False, page_size=0), "cuda")
+    call = lambda: cached_attention(**arguments, score_mod=mods.softcap(3.0), return_aux=ALL)  # noqa: E731
+    for key in ("k_cache", "v_cache"):
+        arguments[key].nan_to_num_(0.5)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, aux = call()
+    for lengths in ([300, 700], [20, 699]):
+        arguments["kv_len"].copy_(torch.tensor(lengths))
+        arguments["k_cache"].mul_(0.9)
+        graph.replay()
+        wanted, expected = call()
+        assert torch.equal(out, wanted) and all(map(torch.equal, aux, expected))
+
+
 def test_other_lengths_print_nothing_again():
     for lengths in ([40, 70], [50, 60]):
         before = cache_info()
