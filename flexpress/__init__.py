@@ -22,7 +22,8 @@ out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 # Masks
 #     mask_mods, mask_creation            mask_mods, and masks made of them
 #     block_mask, mask_attributes, plot   BlockMask, what users read of it, its picture
-#     block_lists, slices                 its lists, and parts of it
+#     mask_lists, given_lists             what it is made of: lists that were made, or are a user's
+#     block_lists, slices                 block lists made safe, turned and regridded; parts of a mask
 #     foreign_masks, opened_masks         torch's masks; masks taken apart for torch's compiler
 #
 # Packed sequences

@@ -14,10 +14,11 @@ import torch
 
 from .codegen.device.streams import MadeOn
 from .codegen.mod.capture import name_of, plain
-from .codegen.mod.tensors import check_kind
+from .codegen.mod.tensors import check_kind, tracing
 from .codegen.plan.tiles import BLOCK
 from .codegen.run import masks
 from .codegen.run.block_lists import BlockLists, lists_of
+from .codegen.run.evaluated_masks import evaluated_lists
 
 
 def read_lists(
@@ -28,12 +29,8 @@ def read_lists(
 
     Raises TypeError, ValueError or NotImplementedError for what are no lists, naming them and showing both shapes.
     """
-    _check("kv_num_blocks", kv_num_blocks, "kv_indices", kv_indices, None)
-    if (full_kv_num_blocks is None) != (full_kv_indices is None):
-        raise ValueError("full_kv_num_blocks and full_kv_indices go together: give both or neither")
+    check_tables(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
     has_full = full_kv_indices is not None
-    if has_full:
-        _check("full_kv_num_blocks", full_kv_num_blocks, "full_kv_indices", full_kv_indices, kv_indices)
     rows, columns = (-(-n // s) for n, s in zip(seq_lengths, size, strict=True))
     full = made = ()
     if has_full:
@@ -55,12 +52,22 @@ def leave_out_entries(lists: BlockLists, symbols: frozenset[str], entries: tuple
     return any(name in symbols and made == 1 and n != 1 for name, made, n in zip("bh", extents, entries, strict=True))
 
 
+def check_tables(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices) -> None:
+    """Raises as `read_lists` does."""
+    _check("kv_num_blocks", kv_num_blocks, "kv_indices", kv_indices, None)
+    if (full_kv_num_blocks is None) != (full_kv_indices is None):
+        raise ValueError("full_kv_num_blocks and full_kv_indices go together: give both or neither")
+    if full_kv_indices is not None:
+        _check("full_kv_num_blocks", full_kv_num_blocks, "full_kv_indices", full_kv_indices, kv_indices)
+
+
 def _check(counts_name: str, counts, indices_name: str, indices, partial: torch.Tensor | None) -> None:
     """Do counts and indices fit together, and full ones to the `partial` indices?"""
     for name, tensor in ((counts_name, counts), (indices_name, indices)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor of int32, got {type(tensor).__name__}")
-        check_kind(name, tensor)
+        if not torch.compiler.is_dynamo_compiling():  # which traces ordinary tensors alone
+            check_kind(name, tensor)
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
             raise TypeError(f"{name} must hold integers (int32), got {tensor.dtype}")
         if tensor.device.type not in ("cpu", "cuda"):
@@ -110,29 +117,65 @@ def status_of(lists: BlockLists, columns: int) -> torch.Tensor:
     """int8 (B, H, rows, columns) from lists: 0 empty, 1 partial, 2 full."""
     status = torch.zeros((*lists.kv_num_blocks.shape, columns + 1), dtype=torch.int8, device=lists.kv_indices.device)
     for value, counts, indices in ((1, lists.kv_num_blocks, lists.kv_indices), (2, lists.full_kv_num_blocks, lists.full_kv_indices)):
-        if indices is not None:
-            position = torch.arange(indices.shape[-1], device=indices.device)
-            listed = torch.where(position < counts[..., None], indices, columns)  # the extra column takes what is not listed
-            status.scatter_(-1, listed.long(), value)
+        if counts is not None and indices is not None:  # the extra column takes what is not listed
+            status.scatter_(-1, _masked(counts, indices, columns).long(), value)
     return status[..., :columns]
 
 
 def listed_status(status: torch.Tensor, like: BlockLists, interior: bool, size: tuple[int, int], *, wait: bool = True) -> BlockLists:
     """The lists of a status, with full blocks apart if `like` has them apart; `wait` is as for masks.block_lists."""
-    return lists_of(masks.block_lists(status, like.full_kv_indices is not None, wait=wait), *size, interior)
+    apart = like.full_kv_indices is not None
+    if without_values():  # no memory that a kernel could write
+        made = evaluated_lists(status, [status.shape[-1]] * (1 + apart), apart, device=status.device)
+    else:
+        made = masks.block_lists(status, apart, wait=wait)
+    return lists_of(made, *size, interior)
 
 
 def with_rows_beyond(lists: BlockLists, seq_lengths: tuple[int, int]) -> BlockLists:
-    """The lists of a mask that was made for these lengths and gets more queries: a block that was full in its rows is partial."""
-    if not seq_lengths[0] % lists.q_block:
+    """The lists of a mask that was made for these lengths, for more queries or another mask_mod: what was full in the queries of a last
+    block that is cut is partial, as in torch's lists. Nobody waits, and no kernel is launched."""
+    counts, indices, q_block, kv_block = lists.kv_num_blocks, lists.kv_indices, lists.q_block, lists.kv_block
+    full_counts, full_indices = lists.full_kv_num_blocks, lists.full_kv_indices
+    if not seq_lengths[0] % q_block or full_counts is None or full_indices is None:
         return lists
-    status = status_of(lists, -(-seq_lengths[1] // lists.kv_block))
-    status[:, :, -1].clamp_(max=1)
-    return listed_status(status, lists, lists.interior, (lists.q_block, lists.kv_block), wait=False)
+    columns = -(-seq_lengths[1] // kv_block)
+    both = [_masked(n[:, :, -1], i[:, :, -1], columns) for n, i in ((counts, indices), (full_counts, full_indices))]
+    width = torch.sym_max(torch.sym_min(indices.shape[-1] + full_indices.shape[-1], columns), 1)
+    last = torch.cat(both, -1).sort(-1).values[..., :width]
+    last = torch.where(last < columns, last, 0).unsqueeze(2)
+    wider = torch.nn.functional.pad(indices[:, :, :-1], (0, width - indices.shape[-1]))
+    return BlockLists(
+        torch.cat([counts[:, :, :-1], counts[:, :, -1:] + full_counts[:, :, -1:]], 2),
+        torch.cat([wider, last], 2),
+        torch.cat([full_counts[:, :, :-1], torch.zeros_like(full_counts[:, :, -1:])], 2),
+        full_indices,
+        q_block,
+        kv_block,
+        lists.interior,
+    )
+
+
+def _masked(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
+    """Index lists with `columns` past the counts."""
+    place = torch.arange(indices.shape[-1], device=indices.device)
+    return torch.where(place < counts[..., None], indices, columns)
+
+
+def permuted(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
+    """Index lists as torch makes them, int32 (..., columns): what is listed, and then all others, both ascending. Of lists that ascend."""
+    listed = torch.zeros((*counts.shape, columns + 1), dtype=torch.int8, device=indices.device)
+    listed.scatter_(-1, _masked(counts, indices, columns).long(), 1)  # the last column takes what is not listed
+    return torch.argsort(listed[..., :columns], dim=-1, descending=True, stable=True).to(torch.int32)
 
 
 def transposed_lists(lists: BlockLists, KV_LEN: int) -> BlockLists:
     """For each KV block the query blocks that visit it; made once."""
+    if without_values():  # an operator, of which torch sees that all calls with a mask ask for the same
+        tables, size = [lists.kv_num_blocks, lists.kv_indices], [lists.q_block, lists.kv_block]
+        if lists.full_kv_num_blocks is not None and lists.full_kv_indices is not None:
+            tables += [lists.full_kv_num_blocks, lists.full_kv_indices]
+        return lists_of(torch.ops.flexpress.transposed_lists(tables, KV_LEN, size, lists.interior), *size, lists.interior)
     found = lists.transposed.get(KV_LEN)
     if found is None:
         captured = capturing(lists)
@@ -147,6 +190,11 @@ def made_transposed(lists: BlockLists, KV_LEN: int, wait: bool) -> BlockLists:
     status = status_of(lists, -(-KV_LEN // lists.kv_block)).transpose(-1, -2)
     made = listed_status(status, lists, lists.interior, (lists.q_block, lists.kv_block), wait=wait)
     return made if lists.shifts is None else replace(made, shifts=lists.shifts)
+
+
+def without_values() -> bool:
+    """Does torch record operations without their values? Then nothing may be kept, and no kernel launched."""
+    return torch.compiler.is_dynamo_compiling() or tracing()
 
 
 def capturing(lists: BlockLists) -> bool:

@@ -182,8 +182,8 @@ class Shards:
             mask = adopt(mask, (self._query.shape[2], self.local[1].shape[2]))
         if not isinstance(mask, BlockMask) or self._has_all:
             return mask
-        chosen = []
-        for name, part, dim, size in zip("BH", (self.batch, self.heads), self._dims, mask._lists.kv_indices.shape[:2], strict=True):
+        chosen, whole = [], mask.as_lists()
+        for name, part, dim, size in zip("BH", (self.batch, self.heads), self._dims, whole.kv_indices.shape[:2], strict=True):
             extent = self._query.shape[dim]
             if size not in (1, extent):
                 raise ValueError(
@@ -192,9 +192,10 @@ class Shards:
                 )
             chosen.append(slice(None) if part.first is None or size == 1 else slice(part.first, part.first + part.count))
         found = mask._parts.get((self.batch, self.heads))
-        if found is None or found[0] is not mask.mask_mod:
+        if found is None or found[0] is not mask.mask_mod or found[2] is not whole:
             lists, mod = mask[tuple(chosen)]._lists, self.mask_mod(mask.mask_mod)
-            found = mask.mask_mod, BlockMask._made(mask.seq_lengths, lists, mod, decided_by=mod if mask._decided else None)
+            decided_by = mod if mask._decided else None
+            found = mask.mask_mod, BlockMask._made(mask.seq_lengths, lists, mod, decided_by=decided_by, cuts=False), whole
             if not capturing(lists):
                 lists.kept()
                 mask._parts[self.batch, self.heads] = found

@@ -6,8 +6,6 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
-import torch
-
 from flexpress.block_mask import BlockMask
 
 from .codegen.compiling import runs_uncompiled
@@ -36,36 +34,31 @@ def foreign_lists(mask, lengths: tuple[int, int]) -> tuple[tuple[int, int], tupl
 
 @runs_uncompiled
 def adopt(mask, lengths: tuple[int, int]) -> BlockMask:
-    """The BlockMask of one of torch's, or of its kind, for a call of these lengths: made once, and again after its lists or lengths were
-    changed; at every call if lists are tensors of inference mode, of which torch does not notice that. While a CUDA graph is captured
-    it is made for the graph, whose replays read the lists anew."""
+    """The BlockMask of one of torch's, or of its kind, for a call of these lengths: made once, and again after it got other lists or
+    lengths.
+    What is written to its lists, the BlockMask follows (given_lists.py)."""
     lengths, tables = foreign_lists(mask, lengths)
-    kept = isinstance(tables[1], torch.Tensor) and not (tables[1].is_cuda and torch.cuda.is_current_stream_capturing())
     try:
-        state = [lengths, mask.BLOCK_SIZE, *(None if t is None else (id(t), t._version) for t in tables)]
         attributes, owner = vars(mask), weakref.ref(mask)
-    except (AttributeError, TypeError, RuntimeError):  # no tensors, of inference mode, or a mask that nothing can be kept on
-        kept = False
-    found = attributes.get(_ADOPTED) if kept else None
+    except TypeError:  # a mask that nothing can be kept on
+        return BlockMask(lengths, *tables, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
+    state = lengths, mask.BLOCK_SIZE, *map(id, tables)
+    found = attributes.get(_ADOPTED)
     if not isinstance(found, _Adopted) or found.owner() is not mask or found.state != state:
         made = BlockMask(lengths, *tables, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
-        if not kept:
-            return made
-        made._lists.kept()
-        found = attributes[_ADOPTED] = _Adopted(owner, state, tables, made)
+        found = attributes[_ADOPTED] = _Adopted(owner, state, made)
     found.made.mask_mod = mask.mask_mod
-    found.made._lists.ready()
     return found.made
 
 
 @dataclass(frozen=True, eq=False)
 class _Adopted:
-    """What was read of a mask, and the BlockMask of it. The mask has it as an attribute: a table of masks would keep alive one that its
-    mask_mod reaches. Copies and pickles of the mask have something empty in its place, which files are allowed to have."""
+    """What was read of a mask, and the BlockMask of it, which holds its tables: no other tensor gets the id of one. The mask has it as an
+    attribute: a table of masks would keep alive one that its mask_mod reaches. Copies and pickles of the mask have something empty in its
+    place, which files are allowed to have."""
 
     owner: weakref.ref
-    state: list
-    tables: tuple  # held, so that no other tensor gets the id of one
+    state: tuple
     made: BlockMask
 
     def __reduce__(self) -> tuple:

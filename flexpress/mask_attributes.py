@@ -4,88 +4,130 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Callable
-from typing import overload
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import GetAttrKey
 
-from flexpress.block_lists import status_of, transposed_lists
-from flexpress.checks import pair, whole
+from flexpress.block_lists import permuted, transposed_lists, without_values
+from flexpress.checks import block_size, pair, whole
+from flexpress.given_lists import GivenLists
+from flexpress.mask_lists import MaskLists
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.capture import name_of
 from .codegen.run.block_lists import BlockLists
 
+ORDERS = ("dq_write_order", "dq_write_order_full", "dq_kv_order", "dq_kv_order_spt")
+KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+
+
+def _kv_list(at: int, doc: str) -> property:
+    """The attribute of a list of KV blocks, `at` its place among them."""
+
+    def get(self):
+        return self._kv_list(at)
+
+    def put(self, table):
+        self._put(at, table)
+
+    return property(get, put, doc=doc)
+
+
+def _q_list(at: int, doc: str) -> property:
+    """The attribute of a list of query blocks, `at` its place among them."""
+
+    def get(self):
+        return self._q_list(at)
+
+    def put(self, table):
+        self._written[Q_LISTS[at]] = table
+
+    return property(get, put, doc=doc)
+
 
 @runs_uncompiled
-class MaskAttributes:
+class MaskAttributes(MaskLists):
     """The base of BlockMask, which gives it these parts."""
 
-    _seq_lengths: tuple[int, int]
-    _lists: BlockLists
-    _leading: tuple[int, ...]  # extents of the lists in front of the rows, (B, H) if they have both
-    mask_mod: Callable
+    _TRACED: tuple[str, ...] = (
+        *KV_LISTS,
+        *Q_LISTS,
+        "_kv_list",
+        "_q_list",
+        "_shown",
+        "_put",
+        "_give",
+        "BLOCK_SIZE",
+        "shape",
+        "numel",
+    )  # by torch.compile
 
-    @overload
-    def _shown(self, tensor: torch.Tensor, width: int | None = None) -> torch.Tensor: ...
-    @overload
-    def _shown(self, tensor: torch.Tensor | None, width: int | None = None) -> torch.Tensor | None: ...
-    def _shown(self, tensor, width=None):
-        """A list as users get it: a copy, with B and H where the mask was made with them, and at least `width` entries in a row."""
-        if tensor is None:
+    # torch's orders of dQ's writes, which no kernel here needs: what a user gives
+    dq_write_order: torch.Tensor | None = None
+    dq_write_order_full: torch.Tensor | None = None
+    dq_kv_order: torch.Tensor | None = None
+    dq_kv_order_spt: bool | None = None
+
+    if TYPE_CHECKING:
+        kv_num_blocks: torch.Tensor
+        kv_indices: torch.Tensor
+        full_kv_num_blocks: torch.Tensor | None
+        full_kv_indices: torch.Tensor | None
+        q_num_blocks: torch.Tensor
+        q_indices: torch.Tensor
+        full_q_num_blocks: torch.Tensor | None
+        full_q_indices: torch.Tensor | None
+    else:
+        kv_num_blocks = _kv_list(0, "int32 (B, H, rows): how many partial KV blocks each row of query blocks has.")
+        kv_indices = _kv_list(1, "int32 (B, H, rows, columns): which ones, ascending, and then all others.")
+        full_kv_num_blocks = _kv_list(2, "int32 (B, H, rows): how many full KV blocks each row has; None if they are not kept apart.")
+        full_kv_indices = _kv_list(3, "int32 (B, H, rows, columns): which ones, ascending, and then all others; or None.")
+        q_num_blocks = _q_list(0, "int32 (B, H, columns): how many partial query blocks each column of KV blocks has.")
+        q_indices = _q_list(1, "int32 (B, H, columns, rows): which ones, ascending, and then all others.")
+        full_q_num_blocks = _q_list(2, "int32 (B, H, columns): how many full query blocks each column has, or None.")
+        full_q_indices = _q_list(3, "int32 (B, H, columns, rows): which ones, ascending, and then all others; or None.")
+
+    def _kv_list(self, at: int) -> torch.Tensor | None:
+        return self._shown(self._shown_lists, at, self._grid[1]) if self._given is None else self._given.tables[at]
+
+    def _q_list(self, at: int) -> torch.Tensor | None:
+        name = Q_LISTS[at]
+        if name in self._written:
+            return self._written[name]
+        return self._shown(transposed_lists(self._shown_lists, self._seq_lengths[1]), at, self._grid[0])
+
+    def _shown(self, lists: BlockLists, at: int, width: int) -> torch.Tensor | None:
+        """A table as users get it: a copy, with B and H where the mask was made with them, and `width` entries in a row, as torch's."""
+        counts, indices = (lists.kv_num_blocks, lists.kv_indices) if at < 2 else (lists.full_kv_num_blocks, lists.full_kv_indices)
+        if counts is None or indices is None:
             return None
-        tensor = tensor.reshape(*self._leading, *tensor.shape[2:])
-        missing = 0 if width is None else width - tensor.shape[-1]
-        return torch.nn.functional.pad(tensor, (0, missing)) if missing > 0 else tensor.clone()
+        table = permuted(counts, indices, width) if at % 2 else counts.clone()
+        return table.reshape(*self._leading, *table.shape[2:])
 
-    # torch's orders of dQ's writes, which no kernel here needs
-    dq_write_order = dq_write_order_full = dq_kv_order = dq_kv_order_spt = None
+    def _put(self, at: int, table: torch.Tensor | None) -> None:
+        """Have lists of KV blocks that a user sets in place of the mask's own: read at the next use, as more may be set before."""
+        tables = [self._kv_list(i) for i in range(4)]
+        tables[at] = table
+        self._give(tables, self._size)
+
+    def _give(self, tables, size: tuple[int, int]) -> None:
+        if isinstance(tables[1], torch.Tensor):
+            self._leading = tuple(tables[1].shape[:-2])
+        self._given, self._whole, self._size = GivenLists(tuple(tables), size), None, size
+        self._decided_by = self._whole_by = None
+        self._cuts = self._changed = False
+        self._forget()
 
     @property
     def BLOCK_SIZE(self) -> tuple[int, int]:
         """(Q block, KV block), in positions."""
-        return self._lists.q_block, self._lists.kv_block
+        return self._size
 
-    @property
-    def kv_num_blocks(self) -> torch.Tensor:
-        """int32 (B, H, rows): how many partial KV blocks each row of query blocks has."""
-        return self._shown(self._lists.kv_num_blocks)
-
-    @property
-    def kv_indices(self) -> torch.Tensor:
-        """int32 (B, H, rows, columns): which ones, ascending; entries past the count mean nothing."""
-        return self._shown(self._lists.kv_indices, self._grid[1])
-
-    @property
-    def full_kv_num_blocks(self) -> torch.Tensor | None:
-        """int32 (B, H, rows): how many full KV blocks each row has; None if they are not kept apart."""
-        return self._shown(self._lists.full_kv_num_blocks)
-
-    @property
-    def full_kv_indices(self) -> torch.Tensor | None:
-        """int32 (B, H, rows, columns): which ones, or None."""
-        return self._shown(self._lists.full_kv_indices, self._grid[1])
-
-    @property
-    def q_num_blocks(self) -> torch.Tensor:
-        """int32 (B, H, columns): how many partial query blocks each column of KV blocks has."""
-        return self._shown(self.as_transposed_lists().kv_num_blocks)
-
-    @property
-    def q_indices(self) -> torch.Tensor:
-        """int32 (B, H, columns, rows): which ones, ascending."""
-        return self._shown(self.as_transposed_lists().kv_indices, self._grid[0])
-
-    @property
-    def full_q_num_blocks(self) -> torch.Tensor | None:
-        """int32 (B, H, columns): how many full query blocks each column has, or None."""
-        return self._shown(self.as_transposed_lists().full_kv_num_blocks)
-
-    @property
-    def full_q_indices(self) -> torch.Tensor | None:
-        """int32 (B, H, columns, rows): which ones, or None."""
-        return self._shown(self.as_transposed_lists().full_kv_indices, self._grid[0])
+    @BLOCK_SIZE.setter
+    def BLOCK_SIZE(self, value: int | tuple[int, int]) -> None:
+        self._give([self._kv_list(i) for i in range(4)], block_size(value))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,8 +151,8 @@ class MaskAttributes:
     def as_tuple(self, flatten: bool = True) -> tuple:
         """The attributes in the order of torch 2.13's as_tuple; flatten=False keeps seq_lengths and BLOCK_SIZE as pairs.
 
-        Q_LEN, KV_LEN, four lists, four transposed lists, four times None (torch's orders of dQ writes, which no kernel here needs),
-        Q block, KV block, mask_mod.
+        Q_LEN, KV_LEN, four lists, four transposed lists, four orders of dQ's writes (None unless they were given), Q block, KV block,
+        mask_mod.
         """
         lengths, size = (self._seq_lengths, self.BLOCK_SIZE) if flatten else ((self._seq_lengths,), (self.BLOCK_SIZE,))
         return (
@@ -123,16 +165,16 @@ class MaskAttributes:
             self.q_indices,
             self.full_q_num_blocks,
             self.full_q_indices,
-            None,
-            None,
-            None,
-            None,
+            self.dq_write_order,
+            self.dq_write_order_full,
+            self.dq_kv_order,
+            self.dq_kv_order_spt,
             *size,
             self.mask_mod,
         )
 
     # a mask as a node of a pytree, by torch's names: lists, and what else it is made of
-    _TENSOR_ATTRS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    _TENSOR_ATTRS = KV_LISTS
     _CONTEXT_ATTRS = ("seq_lengths", "BLOCK_SIZE", "mask_mod")
 
     def _flatten(self) -> tuple[tuple, tuple]:
@@ -149,36 +191,18 @@ class MaskAttributes:
             for names, values in zip((self._TENSOR_ATTRS, self._CONTEXT_ATTRS), self._flatten(), strict=True)
         )
 
-    def as_lists(self) -> BlockLists:
-        """The mask's own lists: 4-dimensional, contiguous, int32, not to be written to."""
-        return self._lists
-
-    def as_transposed_lists(self) -> BlockLists:
-        """The transposed lists (query blocks for each KV block), in the fields of the others."""
-        return transposed_lists(self._lists, self._seq_lengths[1])
-
-    @property
-    def _grid(self) -> tuple[int, int]:
-        """Rows and columns of blocks; lists may have fewer columns."""
-        (Q_LEN, KV_LEN), (q_block, kv_block) = self._seq_lengths, self.BLOCK_SIZE
-        return -(-Q_LEN // q_block), -(-KV_LEN // kv_block)
-
-    def _status(self) -> torch.Tensor:
-        """int8 (B, H, rows, columns): 0 empty, 1 partial, 2 full."""
-        return status_of(self._lists, self._grid[1])
-
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """A picture of the blocks: full, partial (or mixed) and empty as `██`, `░░` and blanks, one batch and head each.
 
-        grid_size is the largest number of (rows, columns) drawn, -1 for all of them; `limit` the number of pictures. Raises TypeError or
-        ValueError for what is no such number.
+        grid_size is the largest number of (rows, columns) drawn, -1 for all of them, of either or of both; `limit` the
+        number of pictures. Raises TypeError or ValueError for what is no such number.
         """
         status, limit = self._status().cpu(), whole("limit", limit)
         rows, columns = status.shape[-2:]
-        if not isinstance(grid_size, numbers.Integral):
-            limits = pair("grid_size", grid_size, 1, "-1, a number or a pair of numbers")
-        else:
-            limits = (rows, columns) if grid_size == -1 else (whole("grid_size", grid_size, 1),) * 2
+        if isinstance(grid_size, numbers.Integral):
+            grid_size = (-1, -1) if grid_size == -1 else (whole("grid_size", grid_size, 1),) * 2
+        asked = pair("grid_size", grid_size, -1, "-1, a number or a pair of numbers")
+        limits = [n if most == -1 else whole("grid_size", most, 1) for n, most in zip((rows, columns), asked, strict=True)]
         step_r, step_c = (max(1, -(-n // most)) for n, most in zip((rows, columns), limits, strict=True))
         pictures: list[str] = []
         for z, h in itertools.product(range(status.shape[0]), range(status.shape[1])):
@@ -193,10 +217,8 @@ class MaskAttributes:
         return "\n\n".join(pictures)
 
     def __repr__(self) -> str:
-        return (
-            f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, sparsity={self.sparsity():.2f}%, "
-            f"mask_mod={name_of(self.mask_mod)})"
-        )
+        sparsity = "" if without_values() else f"sparsity={self.sparsity():.2f}%, "
+        return f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, {sparsity}mask_mod={name_of(self.mask_mod)})"
 
     def __str__(self) -> str:
-        return f"{self!r}\n{self.to_string()}"
+        return repr(self) if without_values() else f"{self!r}\n{self.to_string()}"

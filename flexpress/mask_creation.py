@@ -67,11 +67,12 @@ def create_block_mask(
     B, H                  None (or 1) if the mask is the same for every batch entry or head. The lists are those of the first one, and a
                           call with more entries, which mask_mod tells apart, makes lists of its own, as with mask_mod=
     device                of the lists; the current accelerator by default, else the CPU
+    Q_LEN, KV_LEN         positions, 0 or more. An integer in a tensor without dimensions is waited for; inside torch.compile pass a number
     BLOCK_SIZE            one size or (Q, KV), of any number of positions. Attention is fastest with 128; under a narrow mask
                           calls walk blocks of 64 in its place. Where no tile of 16 positions divides a size, kernels walk blocks of
                           128 made of these
     separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
-    _compile, compute_dq_write_order, dq_kv_order   torch's; kernels make the lists, and write dQ, whatever they say
+    _compile, compute_dq_write_order, dq_kv_order   torch's; kernels make the lists, and write dQ, whatever they say: no order is made
     capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as there are columns
                           or, above a MiB, as the densest row needs, for which the host waits (not inside torch.compile and a CUDA
                           graph). With a capacity it never waits; a row with more blocks stops the program (a device-side assertion)
@@ -80,10 +81,10 @@ def create_block_mask(
     mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the mod cannot be traced, ValueError or TypeError for other arguments.
     """
     check_surroundings("create_block_mask")
-    if recording():
-        tables = _tables(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks, capacity)
-        return _closed(tables, {"mask_mod": mask_mod, "BLOCK_SIZE": block_size(BLOCK_SIZE), "Q_LEN": Q_LEN, "KV_LEN": KV_LEN})
     extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
+    if recording():
+        tables = _tables(mask_mod, *extents, device, size, separate_full_blocks, capacity)
+        return _closed(tables, {"mask_mod": mask_mod, "BLOCK_SIZE": size, "Q_LEN": extents[2], "KV_LEN": extents[3]})
     capacity = capacity if capacity is None else whole("capacity", capacity)
     device = resolve_device(device)
     bound = in_wide_integers(bind(mask_mod, "mask", device), extents)
@@ -129,4 +130,13 @@ def _positional(mod) -> int:
 def _extents(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, int, int, int]:
     """(B, H, Q_LEN, KV_LEN) of a mask, checked; None stands for 1."""
     Z, heads = (1 if n is None else extent(name, n) for name, n in (("B", B), ("H", H)))
-    return Z, heads, extent("Q_LEN", Q_LEN), extent("KV_LEN", KV_LEN)
+    return Z, heads, _length("Q_LEN", Q_LEN), _length("KV_LEN", KV_LEN)
+
+
+def _length(name: str, value) -> int:
+    """A length, also as a tensor of one integer, as torch takes it: on a device the host waits for it."""
+    if isinstance(value, torch.Tensor) and not (
+        value.dim() or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    ):
+        value = value.item()
+    return extent(name, value)

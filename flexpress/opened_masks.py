@@ -12,11 +12,17 @@ from .codegen.run.block_lists import lists_of
 def parts_of_mask(mask) -> tuple[tuple, tuple, object]:
     """The tables of a mask, ours or torch's, what else there is to know of it, and its mask_mod. torch's compiler traces this."""
     if isinstance(mask, BlockMask):
-        lists = mask._lists
-        tables = (lists.kv_num_blocks, lists.kv_indices)
-        if lists.full_kv_indices is not None:
-            tables = (*tables, lists.full_kv_num_blocks, lists.full_kv_indices)
-        return tables, (mask._seq_lengths, lists.q_block, lists.kv_block, lists.interior, mask._decided_by is mask.mask_mod), mask.mask_mod
+        given, whole = mask._given, mask._whole
+        if given is not None:
+            counts, indices, full_counts, full_indices = given.tables
+            tables = (counts, indices) if full_indices is None else (counts, indices, full_counts, full_indices)
+            return tables, (mask._seq_lengths, *mask._size), mask.mask_mod
+        tables = (whole.kv_num_blocks, whole.kv_indices)
+        if whole.full_kv_indices is not None:
+            tables = (*tables, whole.full_kv_num_blocks, whole.full_kv_indices)
+        made_for = mask._whole_lengths if mask._changed else None
+        decided = mask._whole_by is mask.mask_mod
+        return tables, (mask._seq_lengths, *mask._size, whole.interior, decided, mask._cuts, made_for), mask.mask_mod
     tables = (mask.kv_num_blocks, mask.kv_indices)
     if mask.full_kv_indices is not None:
         tables = (*tables, mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -24,7 +30,7 @@ def parts_of_mask(mask) -> tuple[tuple, tuple, object]:
 
 
 def mask_of_parts(tables: tuple, facts: tuple, mask_mod):
-    """The mask of these parts: a BlockMask, or of torch's what is read of them."""
+    """The mask of these parts: a BlockMask, or of torch's and of lists that a user made what is read of them."""
     lengths, q_block, kv_block, *ours = facts
     q_block, kv_block = int(q_block), int(kv_block)  # under dynamic=True a symbol: another size is another kernel, so another graph
     full = tables[2:] or (None, None)
@@ -32,6 +38,9 @@ def mask_of_parts(tables: tuple, facts: tuple, mask_mod):
         names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
         of = dict(zip(names, (*tables[:2], *full), strict=True))
         return SimpleNamespace(**of, seq_lengths=tuple(lengths), BLOCK_SIZE=(q_block, kv_block), mask_mod=mask_mod)
-    interior, decided = ours
+    interior, decided, cuts, made_for = ours
     lists = lists_of(tables, q_block, kv_block, interior)
-    return BlockMask._made(tuple(lengths), lists, mask_mod, decided_by=mask_mod if decided else None)
+    made = BlockMask._made(tuple(made_for or lengths), lists, mask_mod, decided_by=mask_mod if decided else None, cuts=cuts)
+    if made_for:
+        made.seq_lengths = tuple(lengths)
+    return made

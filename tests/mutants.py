@@ -713,9 +713,9 @@ CHECKS = [
         "crash",
     ),
     Mutant(
-        "flexpress/block_lists.py",
-        "    status[:, :, -1].clamp_(max=1)\n",
-        "",
+        "flexpress/mask_lists.py",
+        "return with_rows_beyond(self._whole, self._whole_lengths) if partial else self._whole",
+        "return self._whole",
         named("block_mask", "greater_seq_lengths"),
         "queries beyond those of a mask see what full blocks have",
     ),

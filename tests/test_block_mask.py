@@ -226,8 +226,9 @@ def test_lists_with_more_rows_than_there_are_queries(device, way):
         make = BlockMask.from_kv_blocks if way == "from_kv_blocks" else lambda *lists, **given: BlockMask((100, 512), *lists, **given)
         mask = make(*lists, **given, **({"seq_lengths": (100, 512)} if way == "from_kv_blocks" else {}))
     if way != "torch":
-        assert mask.kv_indices.shape[2] == 2 and int(mask.q_indices.max()) < 2
-        assert int((mask.q_num_blocks + mask.full_q_num_blocks).max()) <= 2
+        lists, turned = mask.as_lists(), mask.as_transposed_lists()
+        assert lists.kv_indices.shape[2] == 2 and int(turned.kv_indices.max()) < 2
+        assert int((turned.kv_num_blocks + turned.full_kv_num_blocks).max()) <= 2
     q, k, v = (torch.randn(1, 3, n, 16, device=device, requires_grad=True) for n in (100, 512, 512))
     bias = torch.randn(3, 512, device=device, requires_grad=True)
     out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[h, j], mask)
@@ -251,7 +252,7 @@ def test_greater_seq_lengths(device, size):
     seen[:90, :listed], seen[90:, :3] = True, True
     assert torch.equal(out[0, 0] > 0, seen)
     mask.seq_lengths = (90, 120)
-    assert mask.to_dense().all() and not mask.is_as_made(mask.BLOCK_SIZE, (90, 120))
+    assert mask.to_dense().all() and mask.is_as_made(mask.BLOCK_SIZE, (90, 120))
     mask.seq_lengths = (90 + 2 * size, 120)
     with pytest.raises(ValueError, match="rows of blocks"):
         flex_attention(q[:, :, : 90 + 2 * size], k[:, :, :120], k[:, :, :120], block_mask=mask)

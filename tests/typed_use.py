@@ -105,7 +105,7 @@ def masks(theirs: torchs.BlockMask) -> None:
     create_block_mask(bias, None, None, 64, 64)  # type: ignore[arg-type]  # a score_mod
     create_block_mask(near, None, None, 64)  # type: ignore[call-arg]  # KV_LEN is missing
     mask["head"]  # type: ignore[index]
-    mask.BLOCK_SIZE = 64, 64  # type: ignore[misc]  # make another mask
+    mask.BLOCK_SIZE = 64, 64
     flexpress.and_masks(near, mask)  # type: ignore[arg-type]
     flexpress.plot_mask(q)  # type: ignore[call-overload]
 

@@ -50,14 +50,36 @@ def listed(counts, indices, columns):
 
 
 def check_lists(mask: BlockMask, status: torch.Tensor) -> None:
+    """What kernels read, and what users are shown."""
     columns, rows = status.shape[-1], status.shape[-2]
-    partial = (status == 1) if mask.full_kv_indices is not None else (status > 0)
-    assert torch.equal(listed(mask.kv_num_blocks.cpu(), mask.kv_indices.cpu(), columns), partial)
-    assert torch.equal(listed(mask.q_num_blocks.cpu(), mask.q_indices.cpu(), rows), partial.transpose(-1, -2))
-    if mask.full_kv_indices is not None:
-        assert torch.equal(listed(mask.full_kv_num_blocks.cpu(), mask.full_kv_indices.cpu(), columns), status == 2)
-        assert torch.equal(listed(mask.full_q_num_blocks.cpu(), mask.full_q_indices.cpu(), rows), (status == 2).transpose(-1, -2))
+    lists, turned = mask.as_lists(), mask.as_transposed_lists()
+    partial = (status == 1) if lists.full_kv_indices is not None else (status > 0)
+    assert torch.equal(listed(lists.kv_num_blocks.cpu(), lists.kv_indices.cpu(), columns), partial)
+    assert torch.equal(listed(turned.kv_num_blocks.cpu(), turned.kv_indices.cpu(), rows), partial.transpose(-1, -2))
+    if lists.full_kv_indices is not None:
+        assert torch.equal(listed(lists.full_kv_num_blocks.cpu(), lists.full_kv_indices.cpu(), columns), status == 2)
+        assert torch.equal(listed(turned.full_kv_num_blocks.cpu(), turned.full_kv_indices.cpu(), rows), (status == 2).transpose(-1, -2))
     assert torch.equal(mask.to_dense().cpu().bool(), status > 0)
+    check_shown(mask, status)
+
+
+def check_shown(mask: BlockMask, status: torch.Tensor) -> None:
+    """Shown lists are torch's: permutations, what is listed first, both parts ascending; what Q_LEN cuts may be partial."""
+    columns, rows = status.shape[-1], status.shape[-2]
+    dense = {}
+    for name, width in (("kv", columns), ("full_kv", columns), ("q", rows), ("full_q", rows)):
+        counts, indices = getattr(mask, f"{name}_num_blocks"), getattr(mask, f"{name}_indices")
+        if counts is None:
+            continue
+        dense[name] = listed(counts.cpu(), indices.cpu(), width)
+        assert indices.dtype == torch.int32
+        assert torch.equal(indices.cpu().long(), torch.argsort(dense[name].to(torch.int8), dim=-1, descending=True, stable=True))
+        if "q" in name:
+            assert torch.equal(dense[name], dense[name.replace("q", "kv")].transpose(-1, -2))
+    if "full_kv" in dense:
+        sure = rows - (mask.seq_lengths[0] % mask.BLOCK_SIZE[0] != 0)
+        assert torch.equal(dense["full_kv"][..., :sure, :], (status == 2)[..., :sure, :]) and not (dense["full_kv"] & (status != 2)).any()
+        assert torch.equal(dense["full_kv"] | dense["kv"], status > 0) and not (dense["full_kv"] & dense["kv"]).any()
 
 
 def dense_status(lists, rows, columns, transposed=False):

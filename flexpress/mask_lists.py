@@ -1,0 +1,237 @@
+"""What a BlockMask is made of: lists as they were made or given, and those for its lengths and its mask_mod now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from flexpress.block_lists import (
+    capturing,
+    kernel_size,
+    mask_mod_of_lists,
+    read_lists,
+    regridded,
+    status_of,
+    transposed_lists,
+    with_rows_beyond,
+    without_values,
+)
+from flexpress.checks import pair
+from flexpress.given_lists import GivenLists
+from flexpress.slices import Selection
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.run.block_lists import BlockLists
+
+M = TypeVar("M", bound="MaskLists")
+
+
+class Walked(NamedTuple):
+    """The lists that kernels walk.
+
+    own       the mask's own, of which they are made
+    decided   did its mask_mod alone say then what attends?
+    """
+
+    lists: BlockLists
+    own: BlockLists
+    decided: bool
+
+
+@runs_uncompiled
+class MaskLists:
+    """The base of BlockMask, which keeps its lists.
+
+    _given           lists of a user, who may write to them; or None, and then
+    _whole           the lists as they were made,
+    _whole_lengths   for these lengths,
+    _whole_by        of this mask_mod, or None if they do not agree with one
+    _cuts            are full blocks of _whole, where Q_LEN cuts the last row of blocks, partial in torch's lists? mask_mod was asked of the
+                     queries that there are, so for another one they are partial
+    _changed         are the lengths others since?
+    _decided_by      _whole_by, if it says what attends in the lengths of now
+    _leading         extents of the lists in front of the rows, (B, H) if they have both
+    """
+
+    # by torch.compile: a mask may be made, read and changed in what it compiles
+    _TRACED: tuple[str, ...] = (
+        "_made",
+        "_set",
+        "_forget",
+        "_decided",
+        "_lists",
+        "_shown_lists",
+        "_current",
+        "_as_made",
+        "_grid",
+        "seq_lengths",
+    )
+
+    mask_mod: Callable
+    _seq_lengths: tuple[int, int]
+    _size: tuple[int, int]
+    _given: GivenLists | None
+    _whole: BlockLists | None
+    _whole_lengths: tuple[int, int]
+    _whole_by: Callable | None
+    _decided_by: Callable | None
+    _selection: Selection | None
+    _leading: tuple[int, ...]
+    _cuts: bool
+    _changed: bool
+
+    def _set(
+        self: M,
+        seq_lengths: tuple[int, int],
+        lists: BlockLists | GivenLists,
+        mask_mod: Callable,
+        *,
+        leading: tuple[int, ...] | None = None,
+        decided_by: Callable | None = None,
+        selection: Selection | None = None,
+        cuts: bool | None = None,
+    ) -> M:
+        """Give the mask its parts; BlockLists are safe to be read by kernels.
+
+        decided_by   the mask_mod that lists agree with: it alone says what attends
+        cuts         as above; by default where there is a decided_by
+        """
+        given = isinstance(lists, GivenLists)
+        self._given, self._whole = (lists, None) if given else (None, lists)
+        self._seq_lengths, self._whole_lengths, self.mask_mod = seq_lengths, seq_lengths, mask_mod
+        self._size = lists.size if given else (lists.q_block, lists.kv_block)
+        counts = lists.tables[0] if given else lists.kv_num_blocks
+        self._leading = tuple(counts.shape[:-1]) if leading is None else leading
+        self._decided_by, self._whole_by, self._selection = decided_by, decided_by, selection
+        self._cuts, self._changed = decided_by is not None if cuts is None else cuts, False
+        self._written: dict[str, torch.Tensor | None] = {}  # tables that a user set, and no kernel reads
+        self._forget()
+        return self
+
+    def _forget(self) -> None:
+        """What is derived from lists and lengths is to be made anew."""
+        self._derived: dict[bool, BlockLists] = {}  # the lists of now, by whether cut blocks are partial
+        self._walked: Walked | None = None
+        self._walked_mod: tuple | None = None  # of mask_mod_of_lists, for those
+        self._parts: dict[tuple, tuple] = {}  # of ranks, and the mask_mod and lists of which each was made
+
+    @classmethod
+    def _made(cls: type[M], *parts, **more) -> M:
+        """A mask of lists that need no look."""
+        return cls.__new__(cls)._set(*parts, **more)
+
+    @property
+    def _decided(self) -> bool:
+        """Does mask_mod alone say what attends? Else lists may leave out, or show in full, what it says otherwise."""
+        return self._decided_by is self.mask_mod
+
+    def is_as_made(self, size: tuple[int, int], lengths: tuple[int, int]) -> bool:
+        """Would lists that are made of mask_mod now, for such blocks and lengths, be the mask's own?"""
+        return self._decided and size == self._size and self._seq_lengths == lengths
+
+    @property
+    def _lists(self) -> BlockLists:
+        """The lists of now, for mask_mod: 4-dimensional, contiguous, int32, not to be written to."""
+        return self._current(self._cuts and not self._decided)
+
+    @property
+    def _shown_lists(self) -> BlockLists:
+        """The same as torch has them: a block that Q_LEN cuts is partial."""
+        return self._current(self._cuts)
+
+    def _current(self, partial: bool) -> BlockLists:
+        """The lists of now; `partial`: those that were cut as they were made are to be partial."""
+        if self._given is not None:
+            return self._given.lists(self._seq_lengths)
+        if not (partial or self._changed):
+            return self._as_made(False)
+        found = self._derived.get(partial)
+        if found is None or without_values():
+            found = self._as_made(partial)
+            if self._changed:
+                counts, indices, *full = found.tables
+                found = read_lists(counts, indices, *(full or (None, None)), self._size, self._seq_lengths)
+            if not (without_values() or capturing(found)):
+                self._derived[partial] = found if found is self._whole else found.kept()
+        return found.ready()
+
+    def _as_made(self, partial: bool) -> BlockLists:
+        if self._whole is None:
+            raise AttributeError("a BlockMask of lists that were given has none that were made")
+        return with_rows_beyond(self._whole, self._whole_lengths) if partial else self._whole
+
+    def for_kernels(self) -> tuple[BlockLists, Callable]:
+        """The lists that kernels walk, and the mask_mod of their partial blocks: the mask's own, unless its blocks do not suit them
+        (see kernel_size). Then lists of other blocks, with a mask_mod that knows of the mask's own where mask_mod alone does not."""
+        walked, decided, given = self._walked, self._decided_by is self.mask_mod, self._given
+        own = None if given is None else given.lists(self._seq_lengths)
+        if walked is None or walked.decided is not decided or (own is not None and own is not walked.own):
+            walked = self._walk(self._lists if own is None else own, decided)
+        if walked.lists is walked.own or decided:
+            return walked.lists.ready(), self.mask_mod
+        mod = self._walked_mod
+        if mod is None or mod[0] is not self.mask_mod or mod[3] is not walked:
+            mod = (*mask_mod_of_lists(self.mask_mod, status_of(walked.own, self._grid[1]), self._size), walked)
+            self._walked_mod = None if capturing(walked.lists) else mod
+        mod[2].wait()
+        return walked.lists.ready(), mod[1]
+
+    def _walk(self, own: BlockLists, decided: bool) -> Walked:
+        """The lists that kernels walk, made of the mask's own."""
+        self._check_rows()
+        size = kernel_size(self._size, self._seq_lengths)
+        walked = Walked(own if size == self._size else regridded(own, size, self._seq_lengths).kept(), own, decided)
+        self._walked = None if capturing(own) else walked
+        return walked
+
+    def _check_rows(self) -> None:
+        rows, listed = self._grid[0], self._rows
+        if listed < rows:
+            raise ValueError(
+                f"kv_indices lists {listed} rows of blocks, but {self._seq_lengths[0]} queries in "
+                f"blocks of {self._size[0]} need {rows}: make a mask for these seq_lengths, {self._seq_lengths}"
+            )
+
+    @property
+    def _rows(self) -> int:
+        """How many rows the lists have as they were made or given: at least those of seq_lengths."""
+        return self._indices.shape[2]
+
+    @property
+    def _indices(self) -> torch.Tensor:
+        """Their kv_indices, with 4 dimensions."""
+        return self._as_made(False).kv_indices if self._given is None else self._given.with_batch_and_head().tables[1]
+
+    @property
+    def seq_lengths(self) -> tuple[int, int]:
+        """(Q_LEN, KV_LEN). May be set, as the class says."""
+        return self._seq_lengths
+
+    @seq_lengths.setter
+    def seq_lengths(self, value: tuple[int, int]) -> None:
+        lengths, made = pair("seq_lengths", value, 0, "a pair of lengths (Q_LEN, KV_LEN)"), self._whole_lengths
+        if lengths != self._seq_lengths:
+            self._seq_lengths, self._changed = lengths, lengths != made
+            beyond = lengths[0] > made[0] or lengths[1] > made[1]  # of which mask_mod and lists may differ
+            self._decided_by = None if beyond else self._whole_by
+            self._forget()
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        """Rows and columns of blocks; lists may have fewer columns."""
+        (Q_LEN, KV_LEN), (q_block, kv_block) = self._seq_lengths, self._size
+        return -(-Q_LEN // q_block), -(-KV_LEN // kv_block)
+
+    def _status(self) -> torch.Tensor:
+        """int8 (B, H, rows, columns): 0 empty, 1 partial, 2 full."""
+        return status_of(self._lists, self._grid[1])
+
+    def as_lists(self) -> BlockLists:
+        """The lists of now, for mask_mod: 4-dimensional, contiguous, int32, not to be written to."""
+        return self._lists
+
+    def as_transposed_lists(self) -> BlockLists:
+        """The transposed lists (query blocks for each KV block), in the fields of the others."""
+        return transposed_lists(self._lists, self._seq_lengths[1])
