@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from .. import logs, progress
+from ..mod.tensors import LOWEST, check_address
 from ..registry import INFO
 from ..text.cpp import c_type, captured_numbers
 from ..text.spec import KernelSpec
@@ -42,8 +43,8 @@ class CppKernel(Kernel):
         """Run with arguments by the names of parameters, by torch's threads or fewer."""
         function = self.function()
         plain = (values[name] for name, _ in self.arguments._fields_)
-        given = self.arguments(*(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in plain))
-        function(ctypes.byref(given), threads or torch.get_num_threads())
+        given = (v if not isinstance(v, torch.Tensor) else at if (at := v.data_ptr()) >= LOWEST else _low(v) for v in plain)
+        function(ctypes.byref(self.arguments(*given)), threads or torch.get_num_threads())
 
     def function(self):
         """The compiled function."""
@@ -75,6 +76,12 @@ class CppKernel(Kernel):
     def _compile(self) -> bytes:
         with progress.shown(f"compiling {self.path.stem}"):
             return compiled(self.printed.source, str(self.path))
+
+
+def _low(tensor: torch.Tensor) -> int:
+    """The address of a tensor that is below LOWEST. Raises NotImplementedError if it has no memory."""
+    check_address(tensor)
+    return tensor.data_ptr()
 
 
 def _write(name: str, code: bytes) -> None:

@@ -1,0 +1,138 @@
+"""Block masks where torch records: their lists under FakeTensorMode and in graphs, masks of a user's lists inside torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as torchs
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flexpress import BlockMask, create_block_mask, flex_attention
+from flexpress.codegen.run.status_lists import lists_of_status
+
+LISTS = [f"{kind}_{what}" for kind in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")]
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+READS = {
+    "lists": lambda mask: [getattr(mask, name) for name in LISTS],
+    "as_tuple": lambda mask: list(mask.as_tuple()[2:10]),
+    "adjust": lambda mask: [getattr(mask._adjust(100, 130), name) for name in LISTS],
+    "shorter": lambda mask: [getattr(shortened(mask), name) for name in LISTS],
+    "slice": lambda mask: [getattr(mask[:, 1:, 1:], name) for name in LISTS],
+    "lists of its lists": lambda mask: [BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices).q_indices],
+    "dense": lambda mask: [mask.to_dense()],
+}
+
+
+def shortened(mask):
+    mask.seq_lengths = (130, 100)
+    return mask
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_mask_without_values(in_cpp, read):
+    """Kernels that were launched on its tensors ended the process."""
+    expected = READS[read](create_block_mask(causal, 2, 3, 256, 200, "cpu", 32))
+    with FakeTensorMode():
+        mask = create_block_mask(causal, 2, 3, 256, 200, "cpu", 32)
+        found = READS[read](mask)
+        assert "causal" in str(mask) and "causal" in repr(mask)
+    assert [(type(t), t.shape, t.dtype) for t in found] == [(FakeTensor, t.shape, t.dtype) for t in expected]
+
+
+@pytest.mark.parametrize("way", ["export", "make_fx"])
+def test_lists_of_a_mask_that_a_graph_makes(way):
+    class Lists(torch.nn.Module):
+        def forward(self, x):
+            mask = create_block_mask(causal, None, None, x.shape[2], x.shape[2], "cpu", 32)
+            return flex_attention(x, x, x, block_mask=mask), *READS["lists"](mask), *READS["adjust"](mask.adjust(100, 130))
+
+    x = torch.randn(1, 2, 150, 16)
+    graph = torch.export.export(Lists(), (x,), strict=False).module() if way == "export" else make_fx(Lists(), tracing_mode="fake")(x)
+    for found, expected in zip(graph(x), Lists()(x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_mask_is_the_same_after_it_was_traced(given):
+    """Nothing without values is kept on it."""
+    mask, q = create_block_mask(causal, None, None, 100, 100, "cpu", 32), torch.randn(1, 1, 100, 16)
+    if given:
+        mask = BlockMask.from_kv_blocks(
+            *[t.clone() for t in READS["lists"](mask)[:4]], BLOCK_SIZE=32, mask_mod=causal, seq_lengths=(100, 100)
+        )
+    mask.mask_mod = lambda b, h, q_idx, kv_idx: q_idx == kv_idx
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert all(isinstance(t, FakeTensor) for t in (mask.q_indices, mask.as_lists().kv_indices) if not given)
+        assert isinstance(mask.as_transposed_lists().kv_indices, FakeTensor)
+    assert type(mask.q_indices) is type(mask.as_lists().kv_indices) is torch.Tensor
+    assert flex_attention(q, q, q, block_mask=mask).isfinite().all()
+
+
+def test_kernels_refuse_tensors_without_memory(in_cpp):
+    with FakeTensorMode(), pytest.raises(NotImplementedError, match="a kernel was to get a FakeTensor, which has no memory"):
+        lists_of_status(torch.zeros(1, 1, 2, 2, dtype=torch.int8), [2, 2], True)
+
+
+def from_lists(q, *lists):
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(32, 64), mask_mod=causal, seq_lengths=(q.shape[2], q.shape[2]))
+    return flex_attention(q, q, q, block_mask=mask), mask.kv_indices + 1, mask.BLOCK_SIZE, mask.shape
+
+
+def from_the_class(q, *lists):
+    mask = BlockMask((q.shape[2], q.shape[2]), *lists, BLOCK_SIZE=(32, 64), mask_mod=causal)
+    return flex_attention(q, q, q, block_mask=mask), mask.q_indices, mask.seq_lengths, mask.numel()
+
+
+def with_lists_set(q, *lists):
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(32, 64), mask_mod=causal, seq_lengths=(q.shape[2], q.shape[2]))
+    mask.kv_num_blocks = lists[0] * 0
+    return flex_attention(q, q, q, block_mask=mask), mask.kv_num_blocks
+
+
+KEPT = create_block_mask(causal, None, None, 150, 150, "cpu", (32, 64))
+
+
+def read_of_one_outside(q, *lists):
+    return q * KEPT.BLOCK_SIZE[0] + KEPT.seq_lengths[1] + KEPT.shape[0], *(getattr(KEPT, name) for name in LISTS)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("function", [from_lists, from_the_class, with_lists_set, read_of_one_outside])
+def test_masks_of_lists_in_what_is_compiled(function, dynamic):
+    """As torch's class: made, read and changed there without a graph break."""
+    q, theirs = torch.randn(1, 2, 150, 16), torchs.create_block_mask(causal, None, None, 150, 150, "cpu", (32, 64))
+    lists = [getattr(theirs, name) for name in LISTS[:4]]
+    torch._dynamo.reset()
+    found = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)(q, *lists)
+    for value, expected in zip(found, function(q, *lists), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_a_mask_that_compiled_code_returns():
+    q, theirs = torch.randn(1, 2, 150, 16), torchs.create_block_mask(causal, None, None, 150, 150, "cpu", 64)
+    lists = [getattr(theirs, name).clone() for name in LISTS[:4]]
+    torch._dynamo.reset()
+    made = torch.compile(
+        lambda *lists: BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=64, mask_mod=causal, seq_lengths=(150, 150)),
+        backend="aot_eager",
+        fullgraph=True,
+    )(*lists)
+    torch.testing.assert_close(flex_attention(q, q, q, block_mask=made), flex_attention(q, q, q, mask_mod=causal))
+    lists[0].zero_()
+    assert not flex_attention(q, q, q, block_mask=made)[:, :, :64].any()
+
+
+def test_what_is_wrong_with_lists_is_said_by_the_compiled_call():
+    counts, indices = torch.ones(1, 1, 3, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
+
+    def attend(q, counts, indices):
+        return flex_attention(q, q, q, block_mask=BlockMask.from_kv_blocks(counts, indices))
+
+    with pytest.raises(Exception, match=r"kv_num_blocks has shape \(1, 1, 3\), but kv_indices \(1, 1, 2, 2\) needs"):
+        torch.compile(attend, backend="aot_eager", fullgraph=True)(torch.randn(1, 1, 256, 16), counts, indices)
