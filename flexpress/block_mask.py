@@ -35,7 +35,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
     """A block-sparse mask.
 
     seq_lengths           (Q_LEN, KV_LEN). May be set: other lengths in the same rows of blocks, or fewer. Lists are those that the mask was
-                          made with, whatever lengths it had since; what they do not name stays hidden
+                          made with, and shown so, whatever lengths it has; what they do not name stays hidden
     BLOCK_SIZE            (Q block, KV block) in positions
     kv_num_blocks         int32 (B, H, rows): how many partial KV blocks each row of query blocks has; B and H may be 1
     kv_indices            int32 (B, H, rows, columns): which ones, ascending; past the count all others, ascending, as in torch's lists
@@ -175,8 +175,8 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         Raises IndexError for what is outside the mask, TypeError for other kinds of index, ValueError for a negative step and
         where the last query block is cut off by Q_LEN and would not be the last one selected.
         """
-        self._check_rows()
         indices = self._indices
+        self._check_rows(indices.shape[2])
         extents = tuple(indices.shape[:3])
         names = ("batch", "head", "query block")
         chosen = tuple(selected(i, n, name) for i, n, name in zip(three_indices(index), extents, names, strict=True))
@@ -255,7 +255,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
             return NotImplemented
         if self is other:
             return True
-        mine, theirs = (status_of(mask._shown_lists, mask._grid[1]) for mask in (self, other))
+        mine, theirs = (status_of(mask._current(mask._cuts), mask._grid[1]) for mask in (self, other))
         if (self.seq_lengths, self.BLOCK_SIZE, mine.shape) != (other.seq_lengths, other.BLOCK_SIZE, theirs.shape):
             return False
         return torch.equal(mine, theirs.to(mine.device)) and same_mod(self.mask_mod, other.mask_mod, "mask", mine.device)

@@ -26,10 +26,10 @@ Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 def _kv_list(at: int, doc: str) -> property:
     """The attribute of a list of KV blocks, `at` its place among them."""
 
-    def get(self):
+    def get(self) -> torch.Tensor | None:
         return self._kv_list(at)
 
-    def put(self, table):
+    def put(self, table: torch.Tensor | None) -> None:
         self._put(at, table)
 
     return property(get, put, doc=doc)
@@ -38,10 +38,10 @@ def _kv_list(at: int, doc: str) -> property:
 def _q_list(at: int, doc: str) -> property:
     """The attribute of a list of query blocks, `at` its place among them."""
 
-    def get(self):
+    def get(self) -> torch.Tensor | None:
         return self._q_list(at)
 
-    def put(self, table):
+    def put(self, table: torch.Tensor | None) -> None:
         self._written[Q_LISTS[at]] = table
 
     return property(get, put, doc=doc)
@@ -90,13 +90,19 @@ class MaskAttributes(MaskLists):
         full_q_indices = _q_list(3, "int32 (B, H, columns, rows): which ones, ascending, and then all others; or None.")
 
     def _kv_list(self, at: int) -> torch.Tensor | None:
-        return self._shown(self._shown_lists, at, self._grid[1]) if self._given is None else self._given.tables[at]
+        if self._given is not None:
+            return self._given.tables[at]
+        return self._shown(self._as_made(self._cuts), at, -(-self._whole_lengths[1] // self._size[1]))
 
     def _q_list(self, at: int) -> torch.Tensor | None:
         name = Q_LISTS[at]
         if name in self._written:
             return self._written[name]
-        return self._shown(transposed_lists(self._shown_lists, self._seq_lengths[1]), at, self._grid[0])
+        if self._given is None:
+            lists, (Q_LEN, KV_LEN) = self._as_made(self._cuts), self._whole_lengths
+        else:
+            lists, (Q_LEN, KV_LEN) = self._current(False), self._seq_lengths
+        return self._shown(transposed_lists(lists, KV_LEN), at, -(-Q_LEN // self._size[0]))
 
     def _shown(self, lists: BlockLists, at: int, width: int) -> torch.Tensor | None:
         """A table as users get it: a copy, with B and H where the mask was made with them, and `width` entries in a row, as torch's."""
@@ -202,7 +208,9 @@ class MaskAttributes(MaskLists):
         if isinstance(grid_size, numbers.Integral):
             grid_size = (-1, -1) if grid_size == -1 else (whole("grid_size", grid_size, 1),) * 2
         asked = pair("grid_size", grid_size, -1, "-1, a number or a pair of numbers")
-        limits = [n if most == -1 else whole("grid_size", most, 1) for n, most in zip((rows, columns), asked, strict=True)]
+        limits = [
+            n if most == -1 else whole(f"grid_size[{i}]", most, 1) for i, (n, most) in enumerate(zip((rows, columns), asked, strict=True))
+        ]
         step_r, step_c = (max(1, -(-n // most)) for n, most in zip((rows, columns), limits, strict=True))
         pictures: list[str] = []
         for z, h in itertools.product(range(status.shape[0]), range(status.shape[1])):

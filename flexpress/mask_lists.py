@@ -56,18 +56,7 @@ class MaskLists:
     """
 
     # by torch.compile: a mask may be made, read and changed in what it compiles
-    _TRACED: tuple[str, ...] = (
-        "_made",
-        "_set",
-        "_forget",
-        "_decided",
-        "_lists",
-        "_shown_lists",
-        "_current",
-        "_as_made",
-        "_grid",
-        "seq_lengths",
-    )
+    _TRACED: tuple[str, ...] = ("_made", "_set", "_forget", "_decided", "_lists", "_current", "_as_made", "_grid", "seq_lengths")
 
     mask_mod: Callable
     _seq_lengths: tuple[int, int]
@@ -136,11 +125,6 @@ class MaskLists:
         """The lists of now, for mask_mod: 4-dimensional, contiguous, int32, not to be written to."""
         return self._current(self._cuts and not self._decided)
 
-    @property
-    def _shown_lists(self) -> BlockLists:
-        """The same as torch has them: a block that Q_LEN cuts is partial."""
-        return self._current(self._cuts)
-
     def _current(self, partial: bool) -> BlockLists:
         """The lists of now; `partial`: those that were cut as they were made are to be partial."""
         if self._given is not None:
@@ -180,14 +164,14 @@ class MaskLists:
 
     def _walk(self, own: BlockLists, decided: bool) -> Walked:
         """The lists that kernels walk, made of the mask's own."""
-        self._check_rows()
+        self._check_rows(own.kv_indices.shape[2])
         size = kernel_size(self._size, self._seq_lengths)
         walked = Walked(own if size == self._size else regridded(own, size, self._seq_lengths).kept(), own, decided)
         self._walked = None if capturing(own) else walked
         return walked
 
-    def _check_rows(self) -> None:
-        rows, listed = self._grid[0], self._rows
+    def _check_rows(self, listed: int) -> None:
+        rows = self._grid[0]
         if listed < rows:
             raise ValueError(
                 f"kv_indices lists {listed} rows of blocks, but {self._seq_lengths[0]} queries in "
@@ -195,13 +179,8 @@ class MaskLists:
             )
 
     @property
-    def _rows(self) -> int:
-        """How many rows the lists have as they were made or given: at least those of seq_lengths."""
-        return self._indices.shape[2]
-
-    @property
     def _indices(self) -> torch.Tensor:
-        """Their kv_indices, with 4 dimensions."""
+        """kv_indices as they were made or given, with 4 dimensions."""
         return self._as_made(False).kv_indices if self._given is None else self._given.with_batch_and_head().tables[1]
 
     @property

@@ -8,6 +8,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torchs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import flexpress
 from flexpress import BlockMask, create_block_mask, flex_attention, mods
@@ -85,6 +87,25 @@ def test_large_lists_are_shown_whole(monkeypatch):
         assert torch.equal(getattr(ours, attribute), getattr(theirs, attribute)), attribute
 
 
+def test_nobody_waits_for_lists_that_are_shown(monkeypatch):
+    """No number is read back from the device, for a mask whose mask_mod and lengths were changed, and for a user's lists."""
+    made = create_block_mask(everything, None, None, 100, 200, "cpu", 32)
+    users = BlockMask.from_kv_blocks(*[getattr(made, name) for name in LISTS[:4]], BLOCK_SIZE=32, mask_mod=causal, seq_lengths=(100, 200))
+    made.mask_mod = causal
+
+    def read(*_):
+        raise AssertionError("a number is read back")
+
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+            patch.setattr(torch.Tensor, name, read)
+        for mask in (made, users, made[:, :, 1:], users[:, :, 1:], made.adjust(60, 70)):
+            for name in LISTS:
+                assert getattr(mask, name) is not None
+            mask.seq_lengths = (40, 60)
+            mask.for_kernels(), mask.as_transposed_lists()
+
+
 def test_lists_that_were_given_are_shown_as_given():
     counts, indices = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[1, -1, -1], [2, 0, -1]]]], dtype=torch.int32)
     for mask in (
@@ -96,6 +117,53 @@ def test_lists_that_were_given_are_shown_as_given():
         assert mask.kv_indices is indices
     assert mask.q_num_blocks is counts and mask.q_indices is indices
     assert mask[:, :, 1:].kv_indices.tolist() == [[[[2, 0, -1]]]]
+
+
+MODS = [causal, everything, lambda b, h, i, j: (i - j).abs() < 40, lambda b, h, i, j: j < 77]
+
+
+@st.composite
+def changes(draw):
+    """Lengths and block size of a mask, and what is done to it, one after another."""
+    lengths = draw(st.sampled_from([(96, 128), (100, 130), (1, 200), (64, 64), (130, 70)]))
+    size = draw(st.sampled_from([(32, 32), (32, 64), (64, 32)]))
+    new_lengths = st.tuples(*(st.integers(1, -(-n // s) * s) for n, s in zip(lengths, size, strict=True)))
+    change = st.one_of(
+        st.tuples(st.just("mask_mod"), st.sampled_from(MODS)),
+        st.tuples(st.just("seq_lengths"), new_lengths),
+        st.tuples(st.just("rebuild"), st.sampled_from(MODS)),
+        st.tuples(st.just("set"), st.sampled_from(["full_kv_num_blocks", "kv_num_blocks"])),
+        st.tuples(st.just("write"), st.just(None)),
+        st.tuples(st.just("copy"), st.just(None)),
+    )
+    return lengths, size, draw(st.sampled_from(MODS)), draw(st.lists(change, min_size=1, max_size=5))
+
+
+def changed(mask, what, value):
+    if what in ("mask_mod", "seq_lengths"):
+        setattr(mask, what, value)
+    elif what == "set":
+        setattr(mask, value, getattr(mask, value) * 0)
+    elif what == "write":
+        lists = [getattr(mask, name).clone() for name in LISTS[:4]]
+        mask = mask.from_kv_blocks(*lists, mask.BLOCK_SIZE, mask.mask_mod, mask.seq_lengths)
+        lists[1][..., 0] = 1
+    elif what == "rebuild":
+        mask = mask.from_kv_blocks(*[getattr(mask, name) for name in LISTS[:4]], mask.BLOCK_SIZE, value, mask.seq_lengths)
+    return copy.copy(mask) if what == "copy" else mask
+
+
+@settings(max_examples=60)
+@given(changes())
+def test_changes_in_any_order_are_those_of_torchs_masks(case):
+    lengths, size, mask_mod, steps = case
+    theirs, ours = (create(mask_mod, 1, 1, *lengths, device="cpu", BLOCK_SIZE=size) for create in CREATORS)
+    for step in steps:
+        theirs, ours = changed(theirs, *step), changed(ours, *step)
+        for name in LISTS[:4]:
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        q, k, v = tensors("cpu", *ours.seq_lengths)
+        torch.testing.assert_close(flex_attention(q, k, v, block_mask=ours), flex_attention(q, k, v, block_mask=theirs))
 
 
 # mask_mods that replace the one a mask was made of
@@ -250,7 +318,8 @@ def test_lists_that_are_rewritten_at_every_step(cls, size, device):
     counts, indices = torch.ones(4, 1, dtype=torch.int32, device=device), torch.zeros(4, 1, 4, dtype=torch.int32, device=device)
     mask = cls.from_kv_blocks(counts[None, :2], indices[None, :2], BLOCK_SIZE=size, seq_lengths=(4, 4 * size[1]))
     copied = copy.copy(mask)
-    parts = [mask[:, 1:], mask[0]] if cls is BlockMask else []
+    every = cls.from_kv_blocks(counts[None], indices[None], BLOCK_SIZE=size, seq_lengths=(4, 4 * size[1]))
+    parts = [mask[:, 1:], mask[0], every[:, ::2], every[:, 1::2][0]] if cls is BlockMask else []
     for step in (2, 1, 3):
         counts.fill_(1 + (step == 1))
         indices.fill_(step)
@@ -360,11 +429,11 @@ def test_orders_of_dq_writes(cls):
     """Torch's metadata for its deterministic backward pass: checked as there, and handed back."""
     counts, indices = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
     order, full, places = (torch.full((1, 1, 2, 2), n, dtype=torch.int32) for n in range(3))
-    for given in (True, False, places, None):
-        mask = cls.from_kv_blocks(counts, indices, dq_write_order=order, dq_write_order_full=full, dq_kv_order=given)
+    for scheduled in (True, False, places, None):
+        mask = cls.from_kv_blocks(counts, indices, dq_write_order=order, dq_write_order_full=full, dq_kv_order=scheduled)
         assert mask.dq_write_order is order and mask.dq_write_order_full is full
-        assert mask.dq_kv_order is (given if given is places else None)
-        assert mask.dq_kv_order_spt is (None if given is places else given)
+        assert mask.dq_kv_order is (scheduled if scheduled is places else None)
+        assert mask.dq_kv_order_spt is (None if scheduled is places else scheduled)
         assert mask.as_tuple()[10:14] == (order, full, mask.dq_kv_order, mask.dq_kv_order_spt)
         assert copy.copy(mask).dq_write_order is order and mask.to("cpu").dq_kv_order is mask.dq_kv_order
     with pytest.raises(ValueError, match="dq_write_order_full requires dq_write_order"):

@@ -262,10 +262,8 @@ def _kind(tensor: torch.Tensor) -> str | None:
 
 def check_address(tensor: torch.Tensor) -> None:
     """For one below LOWEST: raise NotImplementedError if the tensor has no memory. One without elements needs none."""
-    kind = _kind(tensor)
-    if kind is None and _is_traced_kind(tensor) and tensor.numel():
-        kind = f"a {type(tensor).__name__}, which has no memory, where torch records operations without their values: call it outside"
-    if kind:
+    traced = _is_traced_kind(tensor) and tensor.numel() and f"a {type(tensor).__name__}, which has no memory"
+    if kind := _kind(tensor) or traced:
         raise NotImplementedError(f"a kernel was to get {kind}; it is {tensor.dtype} {tuple(tensor.shape)}")
 
 
