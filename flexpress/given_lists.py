@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.block_lists import capturing, check_tables, read_lists, without_values
+from flexpress.block_lists import capturing, check_tables, read_lists
 
+from .codegen.mod.tensors import tracing
 from .codegen.run.block_lists import BlockLists
 
 
@@ -24,10 +25,12 @@ class GivenLists:
 
     def __init__(self, tables: tuple, size: tuple[int, int]) -> None:
         self.tables, self.size = tables, size
-        self._kept: tuple[tuple | None, tuple[int, int], BlockLists] | None = None
+        self._kept: tuple[tuple[int, ...], tuple[int, int], BlockLists] | None = None
 
     def lists(self, lengths: tuple[int, int]) -> BlockLists:
         """The lists as they are now, for a mask of these lengths. Raises what `read_lists` raises."""
+        if torch.compiler.is_dynamo_compiling():
+            return read_lists(*self.tables, self.size, lengths)
         counts, indices, full_counts, full_indices = self.tables
         kept = self._kept
         try:
@@ -37,12 +40,10 @@ class GivenLists:
                 versions = counts._version, indices._version, full_counts._version, full_indices._version
         except (AttributeError, RuntimeError):  # no tensors, or of inference mode
             versions = None
-        if kept is not None and versions is not None and kept[0] == versions and kept[1] == lengths and not without_values():
-            made = kept[2]
-            if not capturing(made):
-                return made.ready()
+        if kept is not None and kept[0] == versions and kept[1] == lengths and not (capturing(kept[2]) or tracing()):
+            return kept[2].ready()
         made = read_lists(*self.tables, self.size, lengths)
-        if not (without_values() or capturing(made)):
+        if versions is not None and not (tracing() or capturing(made)):
             self._kept = versions, lengths, made.kept()
         return made
 

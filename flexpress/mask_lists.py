@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -28,16 +29,19 @@ from .codegen.run.block_lists import BlockLists
 M = TypeVar("M", bound="MaskLists")
 
 
-class Walked(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # read faster than a NamedTuple, at every call
+class Walked:
     """The lists that kernels walk.
 
     own       the mask's own, of which they are made
     decided   did its mask_mod alone say then what attends?
+    plain     is it the mask_mod of their partial blocks?
     """
 
     lists: BlockLists
     own: BlockLists
     decided: bool
+    plain: bool
 
 
 @runs_uncompiled
@@ -149,11 +153,10 @@ class MaskLists:
     def for_kernels(self) -> tuple[BlockLists, Callable]:
         """The lists that kernels walk, and the mask_mod of their partial blocks: the mask's own, unless its blocks do not suit them
         (see kernel_size). Then lists of other blocks, with a mask_mod that knows of the mask's own where mask_mod alone does not."""
-        walked, decided, given = self._walked, self._decided_by is self.mask_mod, self._given
-        own = None if given is None else given.lists(self._seq_lengths)
-        if walked is None or walked.decided is not decided or (own is not None and own is not walked.own):
-            walked = self._walk(self._lists if own is None else own, decided)
-        if walked.lists is walked.own or decided:
+        walked, decided = self._walked, self._decided_by is self.mask_mod
+        if walked is None or walked.decided is not decided or self._given is not None:
+            walked = self._walk(decided)
+        if walked.plain:
             return walked.lists.ready(), self.mask_mod
         mod = self._walked_mod
         if mod is None or mod[0] is not self.mask_mod or mod[3] is not walked:
@@ -162,12 +165,15 @@ class MaskLists:
         mod[2].wait()
         return walked.lists.ready(), mod[1]
 
-    def _walk(self, own: BlockLists, decided: bool) -> Walked:
-        """The lists that kernels walk, made of the mask's own."""
-        self._check_rows(own.kv_indices.shape[2])
-        size = kernel_size(self._size, self._seq_lengths)
-        walked = Walked(own if size == self._size else regridded(own, size, self._seq_lengths).kept(), own, decided)
-        self._walked = None if capturing(own) else walked
+    def _walk(self, decided: bool) -> Walked:
+        """The lists that kernels walk, made anew where the mask's own are others than before."""
+        own, walked = self._lists if self._given is None else self._given.lists(self._seq_lengths), self._walked
+        if walked is None or walked.own is not own or walked.decided is not decided:
+            self._check_rows(own.kv_indices.shape[2])
+            size = kernel_size(self._size, self._seq_lengths)
+            lists = own if size == self._size else regridded(own, size, self._seq_lengths).kept()
+            walked = Walked(lists, own, decided, lists is own or decided)
+            self._walked = None if capturing(own) else walked
         return walked
 
     def _check_rows(self, listed: int) -> None:

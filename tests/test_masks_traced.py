@@ -102,12 +102,20 @@ def read_of_one_outside(q, *lists):
     return q * KEPT.BLOCK_SIZE[0] + KEPT.seq_lengths[1] + KEPT.shape[0], *(getattr(KEPT, name) for name in LISTS)
 
 
+USERS = BlockMask.from_kv_blocks(*READS["lists"](KEPT)[:4], BLOCK_SIZE=(32, 64), mask_mod=causal, seq_lengths=(150, 150))
+
+
+def read_of_a_users_outside(q, *lists):
+    return flex_attention(q, q, q, block_mask=USERS), USERS.kv_indices + USERS.q_num_blocks.sum(), USERS.q_indices, USERS.BLOCK_SIZE
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("function", [from_lists, from_the_class, with_lists_set, read_of_one_outside])
+@pytest.mark.parametrize("function", [from_lists, from_the_class, with_lists_set, read_of_one_outside, read_of_a_users_outside])
 def test_masks_of_lists_in_what_is_compiled(function, dynamic):
     """As torch's class: made, read and changed there without a graph break."""
     q, theirs = torch.randn(1, 2, 150, 16), torchs.create_block_mask(causal, None, None, 150, 150, "cpu", (32, 64))
     lists = [getattr(theirs, name) for name in LISTS[:4]]
+    USERS.for_kernels()  # which keeps what it has read
     torch._dynamo.reset()
     found = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)(q, *lists)
     for value, expected in zip(found, function(q, *lists), strict=True):

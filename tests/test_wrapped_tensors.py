@@ -78,7 +78,7 @@ def of_torch(name):
     """A call with a mask of torch's, one of whose lists is another tensor."""
 
     def call(t):
-        lists = dict(zip(("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"), MASK._tables(), strict=True))
+        lists = dict(zip(("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"), MASK.as_lists().tables, strict=True))
         mask = TorchBlockMask.from_kv_blocks(*lists.values(), BLOCK_SIZE=16, mask_mod=mods.causal, seq_lengths=(20, 20))
         setattr(mask, name, t)
         return flex_attention(Q, Q, Q, block_mask=mask)
