@@ -76,7 +76,8 @@ def transformed(
         check_sinks(sinks, query.shape[1], query.device)
     options, lists = checks.parse_options(kernel_options), None
     if block_mask is not None:
-        lists, decided, mask_mod = lists_of_mask(block_mask, query, key, mask_mod)
+        with untransformed():  # lists that are read of a mask now serve other calls, too
+            lists, decided, mask_mod = lists_of_mask(block_mask, query, key, mask_mod)
         checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
     scale, score_mod = read_scale(scale, score_mod, query.shape[3], query.device)
     score, of_score = _traced(score_mod, "score", query.device)

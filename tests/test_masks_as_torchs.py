@@ -458,3 +458,36 @@ def test_lengths_that_are_no_integers():
     for wrong in (torch.tensor(1.5), torch.tensor([130]), torch.tensor(True)):
         with pytest.raises(TypeError, match="Q_LEN must be an integer"):
             create_block_mask(causal, None, None, wrong, 130, "cpu")
+
+
+def changed_mask(kind):
+    """A mask whose lists for kernels are yet to be made, so inside of what a call is transformed by."""
+    if kind in ("lengths", "mask_mod"):
+        mask = create_block_mask(everything, 1, 1, *((200, 200) if kind == "lengths" else (100, 100)), "cpu", 256)
+        mask.seq_lengths, mask.mask_mod = (100, 100), causal
+        return mask
+    theirs = torchs.create_block_mask(causal, 1, 1, 100, 100, device="cpu", BLOCK_SIZE=32)
+    if kind == "torchs":
+        return theirs
+    return BlockMask.from_kv_blocks(*[getattr(theirs, n) for n in LISTS[:4]], BLOCK_SIZE=32, mask_mod=causal, seq_lengths=(100, 100))
+
+
+@pytest.mark.parametrize("kind", ["torchs", "ours", "lengths", "mask_mod"])
+def test_lists_that_are_first_read_inside_a_transform(kind):
+    """They are tensors of no transform, and serve calls outside of it, too."""
+    q = tensors("cpu", 100, 100)[0]
+    exact = dense_attention(q, q, q, None, causal)[0].float()
+    for way in ("jvp", "vmap", "grad"):
+        mask = changed_mask(kind)
+
+        def attend(q, mask=mask):
+            return flex_attention(q, q, q, block_mask=mask)
+
+        if way == "jvp":
+            out = torch.func.jvp(attend, (q,), (torch.ones_like(q),))[0]
+        elif way == "vmap":
+            out = torch.vmap(attend)(q[None])[0]
+        else:
+            out = torch.func.grad_and_value(lambda q, attend=attend: (attend(q).sum(), attend(q)), has_aux=True)(q)[1][1]
+        torch.testing.assert_close(out, exact)
+        torch.testing.assert_close(attend(q), exact)
