@@ -122,7 +122,7 @@ class MaskAttributes(MaskLists):
         if isinstance(tables[1], torch.Tensor):
             self._leading = tuple(tables[1].shape[:-2])
         self._given, self._whole, self._size = GivenLists(tuple(tables), size), None, size
-        self._decided_by = self._whole_by = None
+        self._decided_by = self._whole_by = self._partial = None
         self._cuts = self._changed = False
         self._forget()
 

@@ -99,13 +99,14 @@ class MaskLists:
         self._leading = tuple(counts.shape[:-1]) if leading is None else leading
         self._decided_by, self._whole_by, self._selection = decided_by, decided_by, selection
         self._cuts, self._changed = decided_by is not None if cuts is None else cuts, False
+        self._partial: BlockLists | None = None  # _whole, with partial blocks where it is cut
         self._written: dict[str, torch.Tensor | None] = {}  # tables that a user set, and no kernel reads
         self._forget()
         return self
 
     def _forget(self) -> None:
         """What is derived from lists and lengths is to be made anew."""
-        self._derived: dict[bool, BlockLists] = {}  # the lists of now, by whether cut blocks are partial
+        self._derived: dict[bool, BlockLists] = {}  # those for changed lengths, by whether cut blocks are partial
         self._walked: Walked | None = None
         self._walked_mod: tuple | None = None  # of mask_mod_of_lists, for those
         self._parts: dict[tuple, tuple] = {}  # of ranks, and the mask_mod and lists of which each was made
@@ -133,22 +134,28 @@ class MaskLists:
         """The lists of now; `partial`: those that were cut as they were made are to be partial."""
         if self._given is not None:
             return self._given.lists(self._seq_lengths)
-        if not (partial or self._changed):
-            return self._as_made(False)
+        if not self._changed:
+            return self._as_made(partial)
         found = self._derived.get(partial)
         if found is None or without_values():
-            found = self._as_made(partial)
-            if self._changed:
-                counts, indices, *full = found.tables
-                found = read_lists(counts, indices, *(full or (None, None)), self._size, self._seq_lengths)
+            counts, indices, *full = self._as_made(partial).tables
+            found = read_lists(counts, indices, *(full or (None, None)), self._size, self._seq_lengths)
             if not (without_values() or capturing(found)):
-                self._derived[partial] = found if found is self._whole else found.kept()
+                self._derived[partial] = found.kept()
         return found.ready()
 
     def _as_made(self, partial: bool) -> BlockLists:
+        """The lists as they were made; `partial` is as for _current."""
         if self._whole is None:
             raise AttributeError("a BlockMask of lists that were given has none that were made")
-        return with_rows_beyond(self._whole, self._whole_lengths) if partial else self._whole
+        if not partial:
+            return self._whole
+        found = self._partial
+        if found is None or without_values():
+            found = with_rows_beyond(self._whole, self._whole_lengths)
+            if not (found is self._whole or without_values() or capturing(found)):
+                self._partial = found.kept()
+        return found.ready()
 
     def for_kernels(self) -> tuple[BlockLists, Callable]:
         """The lists that kernels walk, and the mask_mod of their partial blocks: the mask's own, unless its blocks do not suit them

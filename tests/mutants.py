@@ -714,8 +714,8 @@ CHECKS = [
     ),
     Mutant(
         "flexpress/mask_lists.py",
-        "return with_rows_beyond(self._whole, self._whole_lengths) if partial else self._whole",
-        "return self._whole",
+        "found = with_rows_beyond(self._whole, self._whole_lengths)",
+        "found = self._whole",
         named("block_mask", "greater_seq_lengths"),
         "queries beyond those of a mask see what full blocks have",
     ),
@@ -2358,6 +2358,20 @@ VARIOUS = [
         "pass",
         named("torch_compile", "come_later"),
         "options that are added are not seen",
+    ),
+    Mutant(
+        "flexpress/given_lists.py",
+        "kept[0] == versions and ",
+        "",
+        named("masks_as_torchs", "rewritten"),
+        "what a user writes to a mask's lists is not seen",
+    ),
+    Mutant(
+        "flexpress/block_lists.py",
+        "return torch.argsort(listed[..., :columns], dim=-1, descending=True, stable=True).to(torch.int32)",
+        "return torch.nn.functional.pad(indices, (0, columns - indices.shape[-1]))",
+        named("masks_as_torchs", "users_crop"),
+        "shown lists hold zeros past their counts",
     ),
     Mutant(
         "flexpress/foreign_masks.py",
