@@ -22,7 +22,7 @@ from flexpress.codegen.run.call import Bound, ExtraInputs, Inputs, Rows
 from flexpress.codegen.run.forward import forward
 from flexpress.codegen.text.render import render
 from flexpress.dropout import Dropout
-from flexpress.varlen import packed_call
+from flexpress.packed_call import packed_call
 from support import fake_gluon
 from support.dense import dense_attention, dropped_attention, factors_of, relative_error
 from support.fake_hopper import Variant, pass_for_hopper
