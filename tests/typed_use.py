@@ -58,6 +58,8 @@ def attention(flag: bool, theirs: torchs.BlockMask) -> None:
     assert_type(flex_attention(q, k, v, score_mod=Bias(), block_mask=theirs, scale=torch.tensor(0.1)), Tensor)
     assert_type(flex_attention(q, k, v, return_lse=False, deterministic=True), Tensor)
     assert_type(flex_attention(q, k, v, return_lse=True, kernel_options={"BLOCK_M": 64, "USE_TMA": False}), tuple[Tensor, Tensor])
+    options: flexpress.FlexKernelOptions = {"BLOCK_M": 64}
+    assert_type(flex_attention(q, k, v, kernel_options={**options}), Tensor)
     out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
     assert_type(aux, AuxOutput | AuxStatistics)
     assert_type(aux.lse, Tensor | None)

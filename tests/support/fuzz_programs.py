@@ -881,16 +881,16 @@ def listed(counts: torch.Tensor, indices_: torch.Tensor | None, columns: int) ->
 
 
 def wrong_blocks(mask, dense: torch.Tensor, size: tuple[int, int], separate: bool) -> list[Difference]:
-    """Lists of a BlockMask, both ways, that do not say what its dense picture does."""
+    """Lists that kernels walk for a BlockMask, both ways, that do not say what its dense picture does."""
     truth = true_status(dense, size)
     rows, columns = truth.shape[-2:]
-    lists = {"kv": (columns, truth), "q": (rows, truth.transpose(-1, -2))}
+    made = {"kv": (mask.as_lists(), columns, truth), "q": (mask.as_transposed_lists(), rows, truth.transpose(-1, -2))}
     wrong = []
-    for axis, (width, status) in lists.items():
-        partial = listed(getattr(mask, f"{axis}_num_blocks"), getattr(mask, f"{axis}_indices"), width)
+    for axis, (lists, width, status) in made.items():
+        partial = listed(lists.kv_num_blocks, lists.kv_indices, width)
         full = torch.zeros_like(partial)
         if separate:
-            full = listed(getattr(mask, f"full_{axis}_num_blocks"), getattr(mask, f"full_{axis}_indices"), width)
+            full = listed(lists.full_kv_num_blocks, lists.full_kv_indices, width)
         found = partial.to(torch.int8) + 2 * full.to(torch.int8)
         expected = status if separate else status.clamp(max=1)
         if not torch.equal(found, expected):
