@@ -14,7 +14,7 @@ from flexpress.cached_probabilities import look_at_cache
 from flexpress.cached_problem import CachedProblem
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, result_of
+from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, looked, opened, result_of
 from flexpress.shared_attention import Together, attend_shared, is_worthwhile
 from flexpress.shared_prefix import SharedPrefix, SharedTables
 from flexpress.sinks import read_sinks
@@ -23,19 +23,6 @@ from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import is_recorded
 from .codegen.run.cached import attend_cached
 from .codegen.run.profiled import in_range, is_profiled
-
-
-def _opened(given: dict) -> dict:
-    """cached_attention's arguments as `_with_statistics` takes them; torch's compiler traces this."""
-    max_scores, wanted = asked_for(given["return_aux"], given["return_lse"])
-    taken = {name: given[name] for name in given if name not in ("return_lse", "return_aux")}
-    return {**taken, "max_scores": max_scores, "wanted": tuple(wanted)}
-
-
-def _with_statistics(max_scores: bool, wanted: tuple, **given) -> tuple[torch.Tensor, ...]:
-    """out, lse and, if they are wanted, max_scores and statistics of the probabilities; cached_attention's other arguments by name."""
-    out, aux = cached_attention(**given, return_aux=AuxRequest(True, max_scores, *wanted))
-    return out, *(t for t in aux if t is not None)
 
 
 @overload
@@ -142,7 +129,7 @@ def cached_attention(
     sinks: torch.Tensor | None = None,
     shared_prefix: SharedPrefix | SharedTables | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
-@compilable(inner=_with_statistics, opened=_opened, closed=result_of, left_out=("shared_prefix",))
+@compilable(inner=lambda **given: looked(cached_attention, **given), opened=opened, closed=result_of, left_out=("shared_prefix",))
 def cached_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,

@@ -98,10 +98,16 @@ def _packed_queries(problem: CachedProblem) -> tuple[torch.Tensor, torch.Tensor,
         return query.transpose(1, 2).flatten(0, 1), ends, torch.arange(batch * q_len, device=query.device)
     offsets = where.cu_q.clamp(0, query.shape[0])
     counts = (offsets[1:] - offsets[:-1]).clamp(0, where.max_q)
-    ends = torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
-    sequence = torch.repeat_interleave(torch.arange(counts.shape[0], device=query.device), counts)
-    token = offsets[sequence] + torch.arange(sequence.shape[0], device=query.device) - ends[sequence]
+    ends, sequence, place = _one_after_another(counts)
+    token = offsets[sequence] + place
     return query[token], ends, token
+
+
+def _one_after_another(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of so many things of each sequence, packed: where each one's begin, and of every thing its sequence and its place there."""
+    ends = torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
+    sequence = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
+    return ends, sequence, torch.arange(sequence.shape[0], device=counts.device) - ends[sequence]
 
 
 def _of_rows(tensor: torch.Tensor, of_nothing: float, token: torch.Tensor, problem: CachedProblem) -> torch.Tensor:
@@ -119,9 +125,7 @@ def _packed_keys(problem: CachedProblem, room: int) -> tuple[torch.Tensor, torch
     entries = cache.shape[0]
     if where.kv_locs is not None:
         lengths = torch.where((where.kv_locs >= 0) & (where.kv_locs < entries), lengths, 0)
-    ends = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
-    sequence = torch.repeat_interleave(torch.arange(lengths.shape[0], device=cache.device), lengths)
-    position = torch.arange(sequence.shape[0], device=cache.device) - ends[sequence]
+    ends, sequence, position = _one_after_another(lengths)
     if where.pages is not None:
         entry = where.pages[sequence, position // cache.shape[1]]
         position_there = position % cache.shape[1]

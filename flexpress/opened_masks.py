@@ -11,12 +11,8 @@ from .codegen.run.block_lists import lists_of
 
 def parts_of_mask(mask) -> tuple[tuple, tuple, object]:
     """The tables of a mask, ours or torch's, what else there is to know of it, and its mask_mod. torch's compiler traces this."""
-    if isinstance(mask, BlockMask):
-        given, whole = mask._given, mask._whole
-        if given is not None:
-            counts, indices, full_counts, full_indices = given.tables
-            tables = (counts, indices) if full_indices is None else (counts, indices, full_counts, full_indices)
-            return tables, (mask._seq_lengths, *mask._size), mask.mask_mod
+    if isinstance(mask, BlockMask) and mask._given is None:  # lists of a user are as torch's
+        whole = mask._whole
         tables = (whole.kv_num_blocks, whole.kv_indices)
         if whole.full_kv_indices is not None:
             tables = (*tables, whole.full_kv_num_blocks, whole.full_kv_indices)

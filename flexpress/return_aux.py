@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -81,6 +82,20 @@ def asked_for(return_aux, return_lse: bool) -> tuple[bool, Wanted]:
         return False, Wanted()
     request = checked_request(return_aux, return_lse)
     return request.max_scores, wanted_of(request)
+
+
+def opened(given: dict) -> dict:
+    """The arguments by name of a function that has return_aux, as `looked` takes them; torch's compiler traces this. With a context the
+    call is outside of the graph."""
+    max_scores, wanted = asked_for(given["return_aux"], given["return_lse"])
+    taken = {name: given[name] for name in given if name not in ("return_lse", "return_aux", "context")}
+    return {**taken, "max_scores": max_scores, "wanted": tuple(wanted)}
+
+
+def looked(function: Callable, max_scores: bool, wanted: tuple, **given) -> tuple[torch.Tensor, ...]:
+    """out, lse and, if they are wanted, max_scores and statistics of the probabilities, of a function with these arguments."""
+    out, aux = function(**given, return_aux=AuxRequest(True, max_scores, *wanted))
+    return out, *(t for t in aux if t is not None)
 
 
 def result_of(found: tuple, given: dict):

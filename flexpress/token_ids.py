@@ -24,11 +24,8 @@ def flatten(sequences) -> tuple[list[int], torch.Tensor]:
     devices = {part.device for part in parts}
     if torch.device("meta") in devices:
         raise ValueError("sequences has a tensor on meta, where no values are; pass tensors with values, or lists")
-    ids = (
-        torch.cat(parts if len(devices) == 1 else [part.cpu() for part in parts])
-        if parts
-        else torch.empty(0, dtype=torch.int64, device="cpu")
-    )
+    parts = parts or [torch.empty(0, dtype=torch.int64, device="cpu")]
+    ids = torch.cat(parts if len(devices) <= 1 else [part.cpu() for part in parts])
     if (
         ids.device.type == "cpu"
         and ids.numel()

@@ -9,54 +9,18 @@ from torch.nn.attention import flex_attention as torchs
 
 from flexpress.checks import check_are_tensors
 from flexpress.dropout import read_dropout, refuse_over_devices
-from flexpress.float8 import Quantised, quantised, refuse_float8_over_devices
+from flexpress.float8 import Quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_call import attend_packed
 from flexpress.parts import tell_ranks
 from flexpress.probabilities import NOT_OVER_DEVICES, NOTHING
-from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, result_of
+from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, looked, opened, result_of
 
 from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
-from .codegen.run.statistics import Wanted
 
 if TYPE_CHECKING:
     from flexpress.distributed.plan import ContextPlan  # imports torch.distributed, which not everybody has
-
-
-def _opened(given: dict) -> dict:
-    """varlen_attention's arguments as `_with_statistics` takes them; torch's compiler traces this."""
-    max_scores, wanted = asked_for(given["return_aux"], given["return_lse"])
-    taken = {name: given[name] for name in given if name not in ("return_lse", "return_aux", "context")}
-    return {**taken, "max_scores": max_scores, "wanted": tuple(wanted)}
-
-
-def _with_statistics(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    score_mod,
-    mask_mod,
-    scale,
-    kernel_options,
-    deterministic,
-    sinks,
-    dropout_p,
-    dropout_seed,
-    q_scale,
-    k_scale,
-    v_scale,
-    out_dtype,
-    max_scores,
-    wanted,
-) -> tuple[torch.Tensor, ...]:
-    """out, lse and, if they are wanted, max_scores and statistics of the probabilities."""
-    arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
-    extras = {"dropout": read_dropout(dropout_p, dropout_seed, q.device), "quantised": quantised(q_scale, k_scale, v_scale, out_dtype)}
-    out, lse, *others = attend_packed(*arguments, sinks=sinks, asked=(max_scores, Wanted(*wanted)), **extras)
-    return out, lse, *(t for t in others if t is not None)
 
 
 @overload
@@ -218,7 +182,7 @@ def varlen_attention(
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
-@compilable(inner=_with_statistics, opened=_opened, closed=result_of)
+@compilable(inner=lambda **given: looked(varlen_attention, **given), opened=opened, closed=result_of)
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,

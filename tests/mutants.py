@@ -2155,8 +2155,8 @@ VARIOUS = [
     ),
     Mutant(
         "codegen/run/cpu_decode.py",
-        "by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1",
-        "by_head = False",
+        "1 if lists and lists.by_head else ",
+        "",
         named("cpp", "lists_of_their_own"),
         "heads that share keys take the lists of the first one",
     ),

@@ -73,7 +73,7 @@ def test_a_sequence_alone_is_bitwise_the_same(device, paged, mask_mod):
 def test_lengths_and_values_compile_nothing(device, monkeypatch):
     """Lengths, slopes, windows, numbers of sequences and of pages change from step to step. (Few sequences have their keys split, many have
     not: another kernel, if there is a mask.)"""
-    monkeypatch.setattr(decode, "_INTERPRETED", 132)
+    monkeypatch.setattr(decode, "INTERPRETED", 132)
 
     def step(n, B, slope, window):
         arguments = batch(device, q_lens=(1,) * B, kv_lens=(n,) * B)

@@ -110,7 +110,7 @@ def _plan(
         "Q_UNIT": case.units[0],
         "K_UNIT": case.units[1],
         "aligned": tuple(name for name in case.aligned if name in taken),
-        "ALIGNMENT": vector_of(case.dtype, case.kv_dtype or case.dtype),
+        "ALIGNMENT": vector_of(case.dtype, case.kv_dtype),
         **block_flags(case.blocks),
         "RAGGED": case.ragged,
         "LENGTHS": case.lengths,

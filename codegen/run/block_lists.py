@@ -97,6 +97,11 @@ class BlockLists:
         far = shifts is not None and max(shifts.q_len, shifts.kv_len) > INDEX_BOUND
         return Blocks(has_full, self.q_block, self.kv_block, self.interior, self.starts is not None, shifts is not None, far)
 
+    @property
+    def by_head(self) -> bool:
+        """Have heads lists of their own? Then they do not share a tile."""
+        return self.kv_num_blocks.shape[1] > 1
+
     @functools.cached_property
     def addresses(self) -> tuple[int, ...] | None:
         """Of the tables; None if one is no multiple of 16 bytes."""

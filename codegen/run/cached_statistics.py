@@ -20,13 +20,13 @@ from ..text.mod_text import mod_values
 from .block_lists import BlockLists
 from .cached_call import CachedCall
 from .call import keys_of
+from .decode import INTERPRETED
 from .decode_kernels import by_tokens, tiles_of, with_fewer_keys
 from .launch import Launch, launch_fitting
 from .masks import automatic_lists
 from .statistics import Statistics, Wanted
 
 NO_KEY = 0x7FFFFFFF
-_INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
 
 
 class _Pass(NamedTuple):
@@ -146,7 +146,7 @@ def _pass_over(axis: str, call: CachedCall, score: tuple | None, mask: tuple | N
     if axis == "kv":
         plan = plan_cached_rows(case, Looks(wanted.entropy, wanted.top_index), *machine, *keys, rows.rows)
     else:
-        pack, many = columns_at_once(Q_LEN, call.q.shape[3], geometry.numbers["GROUP_SIZE"], _by_head(lists))
+        pack, many = columns_at_once(Q_LEN, call.q.shape[3], geometry.numbers["GROUP_SIZE"], bool(lists and lists.by_head))
         plan = plan_cached_columns(case, pack, *machine, *keys, many)
     numbers = {
         **geometry.numbers,
@@ -164,11 +164,6 @@ def _division(call: CachedCall, group: int, lists: BlockLists | None, tokens: in
     _, Hq, Q_LEN, KV_LEN = call.extents
     q, k = call.q, call.k
     most = most_rows(architecture_of(q.device), q.shape[3], q.shape[3], max(q.element_size(), k.element_size()))
-    rows = rows_of(Q_LEN, 1 if _by_head(lists) else group, lists.q_block if lists else 0, most)
+    rows = rows_of(Q_LEN, 1 if lists and lists.by_head else group, lists.q_block if lists else 0, most)
     programs = max(tiles_of(call.extents, rows, tokens), 1) * (Hq // rows.pack)
-    return rows, splits_of(KV_LEN, programs, multiprocessors(q.device) if q.device.type != "cpu" else _INTERPRETED)
-
-
-def _by_head(lists: BlockLists | None) -> bool:
-    """Have heads lists of their own, so that they do not share a tile?"""
-    return lists is not None and lists.kv_num_blocks.shape[1] > 1
+    return rows, splits_of(KV_LEN, programs, multiprocessors(q.device) if q.device.type != "cpu" else INTERPRETED)

@@ -55,8 +55,7 @@ def division(
 ) -> tuple[dict[str, int], int]:
     """How queries and heads make up tiles and into how many parts keys are split, by the names of parameters; and the elements of PART."""
     Z, Hq, Q_LEN, KV_LEN = extents
-    by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
-    rows = cpu_rows_of(Q_LEN, 1 if by_head else geometry.numbers["GROUP_SIZE"], lists.q_block if lists else 0)
+    rows = cpu_rows_of(Q_LEN, 1 if lists and lists.by_head else geometry.numbers["GROUP_SIZE"], lists.q_block if lists else 0)
     tiles = -(-Q_LEN // rows.queries) * (Hq // rows.pack) * Z
     parts = cpu_parts_of(KV_LEN, tiles, cached.invariant)
     numbers = {"Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "QUERIES": rows.queries, "PACK": rows.pack, "PARTS": parts.room, "MIN_SHARE": parts.least}

@@ -33,7 +33,7 @@ from .decode_kernels import DecodeCall, Kernels, by_tokens, tiles_of
 from .forward_kernels import Call
 from .launch import addresses_of, launch_nothing
 
-_INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
+INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
 _ready: dict[tuple, Kernels] = Table("decode calls", 1024)
 
 
@@ -137,8 +137,7 @@ def _division(
     """How queries and heads make up tiles, and into how many parts keys are split. widths: D_QK, D_V and bytes of an element; tokens: of
     ragged queries."""
     Z, Hq, Q_LEN, KV_LEN = extents
-    by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
-    group = 1 if by_head else geometry.numbers["GROUP_SIZE"]
+    group = 1 if lists and lists.by_head else geometry.numbers["GROUP_SIZE"]
     arch = architecture_of(device)
     most = most_rows(arch, *widths)
     rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, group, lists.q_block if lists else 0, most)
@@ -146,6 +145,6 @@ def _division(
     if by_tokens(Q_LEN, rows, tokens):
         tiles -= Z - (Z - 1) // 2  # that are there: the last one of a sequence is half full on average
     programs = max(tiles, 1) * (Hq // rows.pack)
-    available = multiprocessors(device) * programs_at_once(arch, rows.rows, *widths) if device.type != "cpu" else _INTERPRETED
+    available = multiprocessors(device) * programs_at_once(arch, rows.rows, *widths) if device.type != "cpu" else INTERPRETED
     structure = {"lengths": cached.kv_lens is not None, "listed": lists is not None, "invariant": cached.invariant}
     return rows, parts_of(KV_LEN, programs, Z, available, **structure)
