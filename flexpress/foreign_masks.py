@@ -35,8 +35,7 @@ def foreign_lists(mask, lengths: tuple[int, int]) -> tuple[tuple[int, int], tupl
 @runs_uncompiled
 def adopt(mask, lengths: tuple[int, int]) -> BlockMask:
     """The BlockMask of one of torch's, or of its kind, for a call of these lengths: made once, and again after it got other lists or
-    lengths.
-    What is written to its lists, the BlockMask follows (given_lists.py)."""
+    lengths. What is written to its lists, the BlockMask follows (given_lists.py)."""
     lengths, tables = foreign_lists(mask, lengths)
     try:
         attributes, owner = vars(mask), weakref.ref(mask)
