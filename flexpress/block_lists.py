@@ -172,10 +172,8 @@ def permuted(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch
 def transposed_lists(lists: BlockLists, KV_LEN: int) -> BlockLists:
     """For each KV block the query blocks that visit it; made once."""
     if without_values():  # an operator, of which torch sees that all calls with a mask ask for the same
-        tables, size = [lists.kv_num_blocks, lists.kv_indices], [lists.q_block, lists.kv_block]
-        if lists.full_kv_num_blocks is not None and lists.full_kv_indices is not None:
-            tables += [lists.full_kv_num_blocks, lists.full_kv_indices]
-        return lists_of(torch.ops.flexpress.transposed_lists(tables, KV_LEN, size, lists.interior), *size, lists.interior)
+        tables, size = lists.counts_and_indices, [lists.q_block, lists.kv_block]
+        return lists_of(torch.ops.flexpress.transposed_lists(list(tables), KV_LEN, size, lists.interior), *size, lists.interior)
     found = lists.transposed.get(KV_LEN)
     if found is None:
         captured = capturing(lists)

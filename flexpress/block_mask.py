@@ -19,7 +19,7 @@ from flexpress.mask_attributes import ORDERS, Q_LISTS, MaskAttributes
 from flexpress.mask_mods import noop_mask, same_mod
 from flexpress.mods import MaskMod
 from flexpress.plain_arguments import named_device
-from flexpress.slices import Selection, selected, shown, take, three_indices
+from flexpress.slices import Places, Selection, selected, shown, take, three_indices
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.tensors import check_surroundings
@@ -97,7 +97,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         self.dq_write_order, self.dq_write_order_full = dq_write_order, dq_write_order_full
         self.dq_kv_order, self.dq_kv_order_spt = dq_kv_order, dq_kv_order_spt
 
-    _TRACED: tuple[str, ...] = ("__init__", "from_kv_blocks")
+    _TRACED: tuple[str, ...] = ("__init__", "from_kv_blocks", "_lists_by", "__getitem__", "_queries", "adjust", "_adjust", "_selected")
 
     @classmethod
     def from_kv_blocks(
@@ -133,7 +133,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         if self._given is not None:
             return self._given.with_batch_and_head().changed(change)
         lists = self._as_made(partial)
-        return lists_of([change(table) for table in lists.tables], *self._size, lists.interior)
+        return lists_of([change(table) for table in lists.counts_and_indices], *self._size, lists.interior)
 
     def to(self, device: Device) -> BlockMask:
         """The same mask with its lists on another device. Raises TypeError for anything else: lists are int32."""
@@ -146,10 +146,9 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         if selection is not None:  # its tables of positions move too; what the user's mask_mod captures is the user's
             selection = selection.made_for(place)
             mask_mod = selection.mask_mod
-        decided_by = mask_mod if self._whole_by is self.mask_mod else None
         lists = self._lists_by(moved) if self._given is None else self._given.changed(moved)
         return self._made(
-            self._whole_lengths, lists, mask_mod, leading=self._leading, decided_by=decided_by, selection=selection, cuts=self._cuts
+            self._whole_lengths, lists, mask_mod, leading=self._leading, agrees=self._decided_as_made, selection=selection, cuts=self._cuts
         )._like(self, moved)
 
     def _like(self, other: BlockMask, change: Callable) -> BlockMask:
@@ -172,6 +171,9 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         stands for all entries; selecting 0 or : of it changes nothing. Rows are those that the mask was made with, also if seq_lengths was
         set to fewer queries since.
 
+        The values of a tensor are waited for, but not inside torch.compile, nor while a CUDA graph is captured: there each row that it
+        selects counts as a whole block of queries (set seq_lengths for fewer), and an index outside fails as in index_select.
+
         Raises IndexError for what is outside the mask, TypeError for other kinds of index, ValueError for a negative step and
         where the last query block is cut off by Q_LEN and would not be the last one selected.
         """
@@ -181,7 +183,10 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         names = ("batch", "head", "query block")
         chosen = tuple(selected(i, n, name) for i, n, name in zip(three_indices(index), extents, names, strict=True))
         made_queries, queries = self._queries(chosen[2])
-        old = self._selected() or Selection(self.mask_mod, self.mask_mod, self._size[0])
+        cuts = self._cuts and self._decided and not isinstance(chosen[2], torch.Tensor)  # which may have the cut row anywhere
+        old = self._selected()
+        if old is None:
+            old = Selection(self.mask_mod, self.mask_mod, self._size[0])
         selection = old.then(chosen, extents).made_for(indices.device)
 
         def part(tensor):
@@ -191,24 +196,27 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
 
         made = self._made(
             (made_queries, self._whole_lengths[1]),
-            self._lists_by(part, self._cuts and not self._decided),
+            self._lists_by(part, self._cuts and not cuts),
             selection.mask_mod,
-            decided_by=selection.mask_mod if self._decided else None,
+            agrees=self._decided,
             selection=selection,
-            cuts=self._cuts and self._decided,
+            cuts=cuts,
         )
         made.seq_lengths = queries, self._seq_lengths[1]
         made.dq_kv_order_spt = self.dq_kv_order_spt
         return made
 
-    def _queries(self, rows: Sequence[int]) -> tuple[int, int]:
-        """How many queries these rows of blocks had as the mask was made, and have now; if none, all that they had."""
+    def _queries(self, rows: Places) -> tuple[int, int]:
+        """How many queries these rows of blocks had as the mask was made, and have now; if none, all that they had. Rows that nobody can
+        wait for count as whole ones."""
         q_block, now = self._size[0], self._seq_lengths[0]
-        most = self._whole_lengths[0] if self._given is None else (1 + max(rows, default=0)) * q_block
+        if isinstance(rows, torch.Tensor):
+            return len(rows) * q_block, len(rows) * q_block
+        most = self._whole_lengths[0] if self._given is None else (1 + max([0, *rows])) * q_block
         made, lengths = ([max(0, min(q_block, n - r * q_block)) for r in rows] for n in (most, now))
         lengths = lengths if any(lengths) else made
-        last = max((i for i, n in enumerate(lengths) if n), default=0)
-        if any(n < q_block for n in lengths[:last]):
+        there = [i for i, n in enumerate(lengths) if n]
+        if any(n < q_block for n in lengths[: there[-1] if there else 0]):
             raise ValueError(
                 f"the last query block ({now // q_block}) has {now % q_block} of {q_block} positions, so it can "
                 f"only be the last one selected, once; got rows {shown(rows)}. Put it last, or pad Q_LEN to a multiple "
@@ -239,7 +247,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
             status[..., -1].clamp_(max=1)  # so that no kernel checks full blocks
         lists = listed_status(status, self._lists, partial or not cut, self.BLOCK_SIZE)
         cuts = self._cuts and self._decided and rows == -(-self._whole_lengths[0] // self._size[0])  # its last row is that of this mask
-        made = self._made(lengths, lists, self.mask_mod, decided_by=self._decided_by, selection=self._selection, cuts=cuts)
+        made = self._made(lengths, lists, self.mask_mod, agrees=self._decided, selection=self._selected(), cuts=cuts)
         made.dq_kv_order_spt = self.dq_kv_order_spt
         return made
 
@@ -271,7 +279,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
             "interior": isinstance(lists, BlockLists) and lists.interior,
             "leading": self._leading,
             "mask_mod": self.mask_mod if selection is None else None,
-            "decided": self._whole_by is self.mask_mod,
+            "decided": self._decided_as_made,
             "selection": selection and selection.parts,
             "made_for": self._whole_lengths,
             "cuts": self._cuts,
@@ -287,9 +295,8 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         if selection is not None:
             selection = Selection.of_parts(selection).made_for(tables[1].device)
             mask_mod = selection.mask_mod
-        decided_by = mask_mod if state["decided"] else None
         lengths, more = state["seq_lengths"], {"leading": state["leading"], "selection": selection, "cuts": state.get("cuts")}
-        self._set(state.get("made_for", lengths), lists, mask_mod, decided_by=decided_by, **more)
+        self._set(state.get("made_for", lengths), lists, mask_mod, agrees=state["decided"], **more)
         self.seq_lengths = lengths
         self._written, *orders = state.get("written", ({}, None, None, None, None))
         for name, order in zip(ORDERS, orders, strict=True):
@@ -301,4 +308,4 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
 
     def _selected(self) -> Selection | None:
         """How mask_mod was made of another by slicing; None if it was not, or has been replaced since."""
-        return self._selection if self._selection is not None and self._selection.mask_mod is self.mask_mod else None
+        return None if self._replaced else self._selection

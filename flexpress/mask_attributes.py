@@ -62,6 +62,7 @@ class MaskAttributes(MaskLists):
         "BLOCK_SIZE",
         "shape",
         "numel",
+        "to_dense",
     )  # by torch.compile
 
     # torch's orders of dQ's writes, which no kernel here needs: what a user gives
@@ -122,8 +123,8 @@ class MaskAttributes(MaskLists):
         if isinstance(tables[1], torch.Tensor):
             self._leading = tuple(tables[1].shape[:-2])
         self._given, self._whole, self._size = GivenLists(tuple(tables), size), None, size
-        self._decided_by = self._whole_by = self._partial = None
-        self._cuts = self._changed = False
+        self._partial = None
+        self._agreed = self._agrees = self._cuts = self._changed = False
         self._forget()
 
     @property

@@ -30,7 +30,7 @@ def _closed(tables, given: dict) -> BlockMask:
     q_block, kv_block = size if isinstance(size, (tuple, list)) else (size, size)
     full = tables[2:] if len(tables) > 2 else (None, None)
     lists = BlockLists(tables[0], tables[1], full[0], full[1], q_block, kv_block, True)
-    return BlockMask._made((given["Q_LEN"], given["KV_LEN"]), lists, mask_mod, decided_by=mask_mod)
+    return BlockMask._made((given["Q_LEN"], given["KV_LEN"]), lists, mask_mod, agrees=True)
 
 
 def _tables(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks, capacity, **_) -> tuple[torch.Tensor, ...]:
@@ -92,7 +92,7 @@ def create_block_mask(
     if capacity is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         capacity = -(-extents[3] // size[1])  # nobody can wait
     lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
-    return BlockMask._made(extents[2:], lists_of(lists, *size, interior=True), mask_mod, decided_by=mask_mod)
+    return BlockMask._made(extents[2:], lists_of(lists, *size, interior=True), mask_mod, agrees=True)
 
 
 @runs_uncompiled

@@ -51,25 +51,44 @@ class MaskLists:
     _given           lists of a user, who may write to them; or None, and then
     _whole           the lists as they were made,
     _whole_lengths   for these lengths,
-    _whole_by        of this mask_mod, or None if they do not agree with one
+    _whole_mod       and this mask_mod,
+    _agreed          which alone said then what attends
     _cuts            are full blocks of _whole, where Q_LEN cuts the last row of blocks, partial in torch's lists? mask_mod was asked of the
                      queries that there are, so for another one they are partial
     _changed         are the lengths others since?
-    _decided_by      _whole_by, if it says what attends in the lengths of now
+    _agrees          does _whole_mod alone say what attends in the lengths of now, too?
+    _replaced        is mask_mod another since? torch's compiler cannot compare functions, so in what it traces each one that is set is
     _leading         extents of the lists in front of the rows, (B, H) if they have both
     """
 
     # by torch.compile: a mask may be made, read and changed in what it compiles
-    _TRACED: tuple[str, ...] = ("_made", "_set", "_forget", "_decided", "_lists", "_current", "_as_made", "_grid", "seq_lengths")
+    _TRACED: tuple[str, ...] = (
+        "_made",
+        "_set",
+        "_forget",
+        "_decided",
+        "_decided_as_made",
+        "_lists",
+        "_current",
+        "_as_made",
+        "_check_rows",
+        "_grid",
+        "_indices",
+        "_status",
+        "mask_mod",
+        "seq_lengths",
+    )
 
-    mask_mod: Callable
     _seq_lengths: tuple[int, int]
     _size: tuple[int, int]
     _given: GivenLists | None
     _whole: BlockLists | None
     _whole_lengths: tuple[int, int]
-    _whole_by: Callable | None
-    _decided_by: Callable | None
+    _whole_mod: Callable
+    _mask_mod: Callable
+    _agreed: bool
+    _agrees: bool
+    _replaced: bool
     _selection: Selection | None
     _leading: tuple[int, ...]
     _cuts: bool
@@ -82,23 +101,24 @@ class MaskLists:
         mask_mod: Callable,
         *,
         leading: tuple[int, ...] | None = None,
-        decided_by: Callable | None = None,
+        agrees: bool = False,
         selection: Selection | None = None,
         cuts: bool | None = None,
     ) -> M:
         """Give the mask its parts; BlockLists are safe to be read by kernels.
 
-        decided_by   the mask_mod that lists agree with: it alone says what attends
-        cuts         as above; by default where there is a decided_by
+        agrees   does mask_mod alone say what attends?
+        cuts     as above; by default where it does
         """
         given = isinstance(lists, GivenLists)
         self._given, self._whole = (lists, None) if given else (None, lists)
-        self._seq_lengths, self._whole_lengths, self.mask_mod = seq_lengths, seq_lengths, mask_mod
+        self._seq_lengths, self._whole_lengths = seq_lengths, seq_lengths
+        self._mask_mod, self._whole_mod, self._replaced = mask_mod, mask_mod, False
         self._size = lists.size if given else (lists.q_block, lists.kv_block)
         counts = lists.tables[0] if given else lists.kv_num_blocks
         self._leading = tuple(counts.shape[:-1]) if leading is None else leading
-        self._decided_by, self._whole_by, self._selection = decided_by, decided_by, selection
-        self._cuts, self._changed = decided_by is not None if cuts is None else cuts, False
+        self._agreed, self._agrees, self._selection = agrees, agrees, selection
+        self._cuts, self._changed = agrees if cuts is None else cuts, False
         self._partial: BlockLists | None = None  # _whole, with partial blocks where it is cut
         self._written: dict[str, torch.Tensor | None] = {}  # tables that a user set, and no kernel reads
         self._forget()
@@ -119,7 +139,12 @@ class MaskLists:
     @property
     def _decided(self) -> bool:
         """Does mask_mod alone say what attends? Else lists may leave out, or show in full, what it says otherwise."""
-        return self._decided_by is self.mask_mod
+        return self._agrees and not self._replaced
+
+    @property
+    def _decided_as_made(self) -> bool:
+        """Did it in the lengths that the mask was made for?"""
+        return self._agreed and not self._replaced
 
     def is_as_made(self, size: tuple[int, int], lengths: tuple[int, int]) -> bool:
         """Would lists that are made of mask_mod now, for such blocks and lengths, be the mask's own?"""
@@ -138,7 +163,7 @@ class MaskLists:
             return self._as_made(partial)
         found = self._derived.get(partial)
         if found is None or without_values():
-            counts, indices, *full = self._as_made(partial).tables
+            counts, indices, *full = self._as_made(partial).counts_and_indices
             found = read_lists(counts, indices, *(full or (None, None)), self._size, self._seq_lengths)
             if not (without_values() or capturing(found)):
                 self._derived[partial] = found.kept()
@@ -160,14 +185,14 @@ class MaskLists:
     def for_kernels(self) -> tuple[BlockLists, Callable]:
         """The lists that kernels walk, and the mask_mod of their partial blocks: the mask's own, unless its blocks do not suit them
         (see kernel_size). Then lists of other blocks, with a mask_mod that knows of the mask's own where mask_mod alone does not."""
-        walked, decided = self._walked, self._decided_by is self.mask_mod
+        walked, decided = self._walked, self._agrees and not self._replaced
         if walked is None or walked.decided is not decided or self._given is not None:
             walked = self._walk(decided)
         if walked.plain:
-            return walked.lists.ready(), self.mask_mod
+            return walked.lists.ready(), self._mask_mod
         mod = self._walked_mod
-        if mod is None or mod[0] is not self.mask_mod or mod[3] is not walked:
-            mod = (*mask_mod_of_lists(self.mask_mod, status_of(walked.own, self._grid[1]), self._size), walked)
+        if mod is None or mod[0] is not self._mask_mod or mod[3] is not walked:
+            mod = (*mask_mod_of_lists(self._mask_mod, status_of(walked.own, self._grid[1]), self._size), walked)
             self._walked_mod = None if capturing(walked.lists) else mod
         mod[2].wait()
         return walked.lists.ready(), mod[1]
@@ -197,6 +222,15 @@ class MaskLists:
         return self._as_made(False).kv_indices if self._given is None else self._given.with_batch_and_head().tables[1]
 
     @property
+    def mask_mod(self) -> Callable:
+        """(b, h, q_idx, kv_idx) -> bool: decides single positions inside partial blocks. May be set."""
+        return self._mask_mod
+
+    @mask_mod.setter
+    def mask_mod(self, value: Callable) -> None:
+        self._mask_mod, self._replaced = value, torch.compiler.is_dynamo_compiling() or value is not self._whole_mod
+
+    @property
     def seq_lengths(self) -> tuple[int, int]:
         """(Q_LEN, KV_LEN). May be set, as the class says."""
         return self._seq_lengths
@@ -207,7 +241,7 @@ class MaskLists:
         if lengths != self._seq_lengths:
             self._seq_lengths, self._changed = lengths, lengths != made
             beyond = lengths[0] > made[0] or lengths[1] > made[1]  # of which mask_mod and lists may differ
-            self._decided_by = None if beyond else self._whole_by
+            self._agrees = self._agreed and not beyond
             self._forget()
 
     @property

@@ -13,12 +13,9 @@ def parts_of_mask(mask) -> tuple[tuple, tuple, object]:
     """The tables of a mask, ours or torch's, what else there is to know of it, and its mask_mod. torch's compiler traces this."""
     if isinstance(mask, BlockMask) and mask._given is None:  # lists of a user are as torch's
         whole = mask._whole
-        tables = (whole.kv_num_blocks, whole.kv_indices)
-        if whole.full_kv_indices is not None:
-            tables = (*tables, whole.full_kv_num_blocks, whole.full_kv_indices)
         made_for = mask._whole_lengths if mask._changed else None
-        decided = mask._whole_by is mask.mask_mod
-        return tables, (mask._seq_lengths, *mask._size, whole.interior, decided, mask._cuts, made_for), mask.mask_mod
+        decided = mask._decided_as_made
+        return whole.counts_and_indices, (mask._seq_lengths, *mask._size, whole.interior, decided, mask._cuts, made_for), mask.mask_mod
     tables = (mask.kv_num_blocks, mask.kv_indices)
     if mask.full_kv_indices is not None:
         tables = (*tables, mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -36,7 +33,7 @@ def mask_of_parts(tables: tuple, facts: tuple, mask_mod):
         return SimpleNamespace(**of, seq_lengths=tuple(lengths), BLOCK_SIZE=(q_block, kv_block), mask_mod=mask_mod)
     interior, decided, cuts, made_for = ours
     lists = lists_of(tables, q_block, kv_block, interior)
-    made = BlockMask._made(tuple(made_for or lengths), lists, mask_mod, decided_by=mask_mod if decided else None, cuts=cuts)
+    made = BlockMask._made(tuple(made_for or lengths), lists, mask_mod, agrees=decided, cuts=cuts)
     if made_for:
         made.seq_lengths = tuple(lengths)
     return made

@@ -58,7 +58,7 @@ def call_of(
         mask = mask or noop_mask
         made, *transposed = (lists_of(part, q_block, kv_block, interior) for part in _halves(lists, program.transposed))
         made.transposed.update((key.shape[2], t) for t in transposed)
-        block_mask = BlockMask._made((query.shape[2], key.shape[2]), made, mask, decided_by=mask if decided else None)
+        block_mask = BlockMask._made((query.shape[2], key.shape[2]), made, mask, agrees=decided)
         mask = None
     packed = (starts[0], starts[-1]) if starts else None
     return bound(

@@ -7,7 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from flexpress.block_lists import without_values
+
 from .codegen.mod.capture import name_of, plain
+
+Places = Sequence[int] | torch.Tensor  # a tensor of int64 where nobody can wait for its values
 
 
 class Selection:
@@ -16,7 +20,7 @@ class Selection:
     base        the mask_mod of the whole mask
     mask_mod    that of the slice
     q_block     positions in a query block
-    b, h, rows  the batch entry, head and query block of the whole mask for each of the slice; None if they are the same
+    b, h, rows  the batch entry, head and query block of the whole mask for each of the slice, as Places; None if they are the same
     """
 
     def __init__(self, base: Callable, mask_mod: Callable, q_block: int, b=None, h=None, rows=None) -> None:
@@ -29,13 +33,13 @@ class Selection:
         for old, new, extent, shared in zip((self.b, self.h, self.rows), chosen, extents, (True, True, False), strict=True):
             # entry 0 alone, of several, is a mask for every entry of a call: it needs the map that makes 0 of all of them
             kept = _is_run(new, 0) and not (shared and len(new) == 1 < extent)
-            maps.append([old[i] for i in new] if old is not None else None if kept else new)
+            maps.append(_among(old, new) if old is not None else None if kept else new)
         return Selection(self.base, self.mask_mod, self.q_block, *maps)
 
     @property
     def parts(self) -> tuple:
         """What pickle keeps."""
-        return self.base, self.q_block, *(None if places is None else list(places) for places in (self.b, self.h, self.rows))
+        return self.base, self.q_block, *(None if places is None else [int(i) for i in places] for places in (self.b, self.h, self.rows))
 
     @classmethod
     def of_parts(cls, parts: tuple) -> Selection:
@@ -46,7 +50,7 @@ class Selection:
     def made_for(self, device) -> Selection:
         """This selection with its mask_mod made, capturing tensors on `device`."""
         made = self.base
-        if not (self.b is self.h is self.rows is None):
+        if not (self.b is None and self.h is None and self.rows is None):
             made = _reindexed(self.base, _index_map(self.b, device), _index_map(self.h, device), _row_map(self.rows, self.q_block, device))
         return Selection(self.base, made, self.q_block, self.b, self.h, self.rows)
 
@@ -57,14 +61,18 @@ def _reindexed(mask_mod: Callable, batch: Callable, head: Callable, query: Calla
     def reindexed(b, h, q_idx, kv_idx):
         return mask_mod(batch(b), head(h), query(q_idx), kv_idx)
 
-    reindexed.__name__ = f"{name_of(mask_mod)}_slice"
+    if not torch.compiler.is_dynamo_compiling():
+        reindexed.__name__ = f"{name_of(mask_mod)}_slice"
     return reindexed
 
 
-def _index_map(positions: Sequence[int] | None, device) -> Callable:
+def _index_map(positions: Places | None, device) -> Callable:
     """positions[i] as a function that can be traced: no table where they are evenly spaced, so most slices share one kernel."""
     if positions is None:
         return lambda i: i
+    if isinstance(positions, torch.Tensor):
+        table, one = _table(positions, device), len(positions) == 1  # which stands for all
+        return lambda i: table[0 if one else i]
     first = positions[0] if len(positions) else 0
     step = positions[1] - first if len(positions) > 1 else 0
     if all(p == first + n * step for n, p in enumerate(positions)):
@@ -73,11 +81,11 @@ def _index_map(positions: Sequence[int] | None, device) -> Callable:
     return lambda i: table[i]
 
 
-def _row_map(rows: Sequence[int] | None, q_block: int, device) -> Callable:
+def _row_map(rows: Places | None, q_block: int, device) -> Callable:
     """A position's place in the whole mask, where row i of blocks is rows[i] there, as a function that can be traced."""
     if rows is None:
         return lambda i: i
-    first = rows[0] if len(rows) else 0
+    first = 0 if isinstance(rows, torch.Tensor) or not len(rows) else rows[0]
     if _is_run(rows, first):
         offset = first * q_block
         return lambda i: i + offset
@@ -85,9 +93,18 @@ def _row_map(rows: Sequence[int] | None, q_block: int, device) -> Callable:
     return lambda i: table[i // q_block] * q_block + i % q_block
 
 
-def _table(positions: Sequence[int], device) -> torch.Tensor:
+def _table(positions: Places, device) -> torch.Tensor:
     """Of int64: what a mod computes of its elements is not seen to be computed of indices (codegen/mod/wide.py)."""
-    return torch.tensor(positions, dtype=torch.int64, device=device)
+    if isinstance(positions, torch.Tensor):
+        return positions.to(device)
+    return torch.tensor(list(positions), dtype=torch.int64, device=device)
+
+
+def _among(old: Places, new: Places) -> Places:
+    """The `new` ones of `old` places."""
+    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+        return take(_table(old, new.device if isinstance(new, torch.Tensor) else None), 0, new)
+    return [old[i] for i in new]
 
 
 def three_indices(index) -> tuple:
@@ -111,7 +128,7 @@ def three_indices(index) -> tuple:
     return (*parts, *[slice(None)] * (3 - len(parts)))
 
 
-def selected(index, extent: int, name: str) -> Sequence[int]:
+def selected(index, extent: int, name: str) -> Places:
     """The positions that one index selects of `extent`."""
     if isinstance(index, slice):
         if index.step is not None and operator.index(index.step) < 1:
@@ -126,6 +143,9 @@ def selected(index, extent: int, name: str) -> Sequence[int]:
             if len(index) != extent:
                 raise IndexError(f"the {name} index has {len(index)} bools for {extent} entries")
             index = index.nonzero().flatten()
+        if without_values() or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
+            places = index.reshape(-1).long()
+            return torch.where(places < 0, places + extent, places)
         index = index.tolist()
     values = index if isinstance(index, Sequence) and not isinstance(index, (str, bytes)) else [index]
     found = []
@@ -143,12 +163,14 @@ def selected(index, extent: int, name: str) -> Sequence[int]:
     return found
 
 
-def _is_run(positions: Sequence[int], first: int) -> bool:
-    return all(p == first + n for n, p in enumerate(positions))
+def _is_run(positions: Places, first: int) -> bool:
+    return not isinstance(positions, torch.Tensor) and all(p == first + n for n, p in enumerate(positions))
 
 
-def take(tensor: torch.Tensor, dim: int, positions: Sequence[int]) -> torch.Tensor:
+def take(tensor: torch.Tensor, dim: int, positions: Places) -> torch.Tensor:
     """tensor's `positions` along `dim`; a view where they are neighbours, or ascend in even steps, as a slice of torch's is."""
+    if isinstance(positions, torch.Tensor):
+        return tensor.index_select(dim, positions.to(tensor.device))
     first = positions[0] if len(positions) else 0
     if _is_run(positions, first):
         return tensor.narrow(dim, first, len(positions))

@@ -320,3 +320,18 @@ def test_a_graph_reads_torchs_lists_at_every_replay():
     mask.full_kv_num_blocks.zero_()
     graph.replay()
     torch.testing.assert_close(out, flex_attention(q, q, q, block_mask=mask))
+
+
+@pytest.mark.gpu
+def test_a_graph_slices_by_what_a_tensor_holds_at_its_replay():
+    whole = create_block_mask(mods.causal, None, None, 512, 512, "cuda")
+    q, k = (torch.randn(1, 1, n, 64, device="cuda", dtype=torch.bfloat16) for n in (128, 512))
+    row = torch.tensor([1], device="cuda")
+    flex_attention(q, k, k, block_mask=whole[:, :, row])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flex_attention(q, k, k, block_mask=whole[:, :, row])
+    for at in (1, -1, 0):
+        row.fill_(at)
+        graph.replay()
+        torch.testing.assert_close(out, flex_attention(q, k, k, block_mask=whole[:, :, at]))

@@ -23,6 +23,7 @@ READS = {
     "as_tuple": lambda mask: list(mask.as_tuple()[2:10]),
     "adjust": lambda mask: [getattr(mask._adjust(100, 130), name) for name in LISTS],
     "shorter": lambda mask: [getattr(shortened(mask), name) for name in LISTS],
+    "rows in a tensor": lambda mask: [getattr(mask[:, :, torch.tensor([2, -1])], name) for name in LISTS],
     "slice": lambda mask: [getattr(mask[:, 1:, 1:], name) for name in LISTS],
     "lists of its lists": lambda mask: [BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices).q_indices],
     "dense": lambda mask: [mask.to_dense()],
@@ -144,3 +145,90 @@ def test_what_is_wrong_with_lists_is_said_by_the_compiled_call():
 
     with pytest.raises(Exception, match=r"kv_num_blocks has shape \(1, 1, 3\), but kv_indices \(1, 1, 2, 2\) needs"):
         torch.compile(attend, backend="aot_eager", fullgraph=True)(torch.randn(1, 1, 256, 16), counts, indices)
+
+
+def decoded(function, create, q, k, v):
+    """gpt-fast's decoding: the row of blocks of a position in a tensor, with a mask_mod that is told how far on it is."""
+    whole = create(causal, 1, 1, k.shape[2], k.shape[2], "cpu", 32)
+
+    def step(q, k, v, position, whole):
+        mask = whole[:, :, position // whole.BLOCK_SIZE[0]]
+        mask.mask_mod, mask.seq_lengths = whole.mask_mod, (1, k.shape[2])
+
+        def moved(b, h, q_idx, kv_idx, mask_mod=mask.mask_mod):
+            return mask_mod(b, h, q_idx + position[0], kv_idx)
+
+        mask.mask_mod = moved
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    return torch.cat([function(step)(q[:, :, i : i + 1], k, v, torch.tensor([i]), whole) for i in range(q.shape[2])], 2)
+
+
+@pytest.mark.parametrize("create", [create_block_mask, torchs.create_block_mask], ids=["ours", "torch's"])
+def test_decoding_by_slices_in_what_is_compiled(create):
+    q, k = torch.randn(1, 4, 70, 16), torch.randn(1, 2, 70, 16)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = {}
+
+    def once(step):
+        if not compiled:
+            compiled[0] = torch.compile(step, backend="aot_eager", fullgraph=True)
+        return compiled[0]
+
+    found = decoded(once, create, q, k, k)
+    torch.testing.assert_close(found, flex_attention(q, k, k, mask_mod=causal, enable_gqa=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+ROWS = torch.tensor([2, -4])
+PARTS = {
+    "numbers": lambda mask: mask[1, 0],
+    "slices": lambda mask: mask[:, 1:3, 1:3],
+    "a list of heads": lambda mask: mask[:, [2, 0]],
+    "a list of rows": lambda mask: mask[..., [3, 1]],
+    "steps": lambda mask: mask[:, ::2, ::2],
+    "rows in a tensor": lambda mask: mask[:, :, ROWS],
+    "rows in a tensor of rows": lambda mask: mask[:, :, 1:][:, :, ROWS[:1]],
+    "rows of rows in a tensor": lambda mask: mask[:, :, ROWS][:, :, 1:],
+    "heads in a tensor": lambda mask: mask[:, torch.tensor([2, 0], dtype=torch.int32)],
+    "one head in a tensor": lambda mask: mask[:, torch.tensor([-1])],
+    "adjusted": lambda mask: mask._adjust(100, 90),
+    "adjusted slices": lambda mask: mask[:1, :, ROWS].adjust(40, 70),
+    "shorter slices": lambda mask: shortened(mask[:, :, torch.tensor([3, 2, 1, 0, 1])]),
+}
+
+
+def by_batch_and_head(b, h, q_idx, kv_idx):
+    return (kv_idx + 13 * h + 29 * b <= q_idx) & (q_idx - kv_idx < 80 + h)
+
+
+MADE = ("outside", "inside", "of lists")
+TAKEN = [(part, MADE[i % 3], None) for i, part in enumerate(PARTS)]  # all of them were tried; a few of each do
+TAKEN += [("rows in a tensor", made, dynamic) for made, dynamic in zip(MADE, (True, None, None), strict=True)]
+TAKEN += [("shorter slices", "outside", None), ("slices", "of lists", True)]
+
+
+@pytest.mark.parametrize(("part", "made", "dynamic"), TAKEN)
+def test_parts_of_masks_in_what_is_compiled(part, made, dynamic):
+    """As eager: what attends, and the lists that are shown."""
+    outside = create_block_mask(by_batch_and_head, 2, 3, 128, 128, "cpu", 32)
+    lists = [getattr(outside, name).clone() for name in LISTS[:4]]
+
+    def attend(q):
+        if made == "outside":
+            mask = outside
+        elif made == "inside":
+            mask = create_block_mask(by_batch_and_head, 2, 3, 128, 128, "cpu", 32)
+        else:
+            mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=32, mask_mod=by_batch_and_head, seq_lengths=(128, 128))
+        taken = PARTS[part](mask)
+        B, H, Q_LEN, KV_LEN = taken.shape
+        q, k = q[:B, :H, :Q_LEN], q[:B, :H, :KV_LEN]
+        return flex_attention(q, k, k, block_mask=taken), taken.to_dense(), *(getattr(taken, name) for name in LISTS)
+
+    q = torch.randn(2, 3, 160, 16)
+    torch._dynamo.reset()
+    found = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)(q)
+    for value, expected in zip(found, attend(q), strict=True):
+        torch.testing.assert_close(value, expected)

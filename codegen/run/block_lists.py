@@ -56,11 +56,17 @@ class BlockLists:
     starts: torch.Tensor | None = None
     shifts: Shifts | None = None
 
+    @property
+    def counts_and_indices(self) -> tuple[torch.Tensor, ...]:
+        """The lists themselves, as `lists_of` takes them. torch's compiler traces this."""
+        if self.full_kv_num_blocks is None or self.full_kv_indices is None:
+            return self.kv_num_blocks, self.kv_indices
+        return self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices
+
     @functools.cached_property
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """The lists themselves."""
-        full = () if self.full_kv_indices is None else (self.full_kv_num_blocks, self.full_kv_indices)
-        return self.kv_num_blocks, self.kv_indices, *full, *(() if self.starts is None else (self.starts,)), *(self.shifts or ())[:2]
+        """All tensors."""
+        return *self.counts_and_indices, *(() if self.starts is None else (self.starts,)), *(self.shifts or ())[:2]
 
     @functools.cached_property
     def fitting(self) -> set:
