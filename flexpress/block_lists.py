@@ -141,7 +141,11 @@ def with_rows_beyond(lists: BlockLists, seq_lengths: tuple[int, int]) -> BlockLi
         return lists
     columns = -(-seq_lengths[1] // kv_block)
     both = [_masked(n[:, :, -1], i[:, :, -1], columns) for n, i in ((counts, indices), (full_counts, full_indices))]
-    width = torch.sym_max(torch.sym_min(indices.shape[-1] + full_indices.shape[-1], columns), 1)
+    width = indices.shape[-1] + full_indices.shape[-1]
+    if isinstance(width, torch.SymInt) or isinstance(columns, torch.SymInt):
+        width = torch.sym_max(torch.sym_min(width, columns), 1)
+    else:  # of numbers, torch 2.11's compiler traces Python's own alone
+        width = max(min(width, columns), 1)
     last = torch.cat(both, -1).sort(-1).values[..., :width]
     last = torch.where(last < columns, last, 0).unsqueeze(2)
     wider = torch.nn.functional.pad(indices[:, :, :-1], (0, width - indices.shape[-1]))

@@ -12,7 +12,7 @@ from torch.utils._pytree import GetAttrKey
 from flexpress.block_lists import permuted, transposed_lists, without_values
 from flexpress.checks import block_size, pair, whole
 from flexpress.given_lists import GivenLists
-from flexpress.mask_lists import MaskLists
+from flexpress.mask_lists import MaskLists, settable
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.capture import name_of
@@ -47,6 +47,7 @@ def _q_list(at: int, doc: str) -> property:
     return property(get, put, doc=doc)
 
 
+@settable
 @runs_uncompiled
 class MaskAttributes(MaskLists):
     """The base of BlockMask, which gives it these parts."""

@@ -27,6 +27,16 @@ from .codegen.compiling import runs_uncompiled
 from .codegen.run.block_lists import BlockLists
 
 M = TypeVar("M", bound="MaskLists")
+C = TypeVar("C", bound=type)
+
+_SETTERS: dict[str, Callable] = {}
+
+
+def settable(cls: C) -> C:
+    """Class decorator: the class's properties are set by its __setattr__. By themselves they are not in what torch 2.11's compiler traces:
+    it keeps a value that nobody looks at."""
+    _SETTERS.update({name: member.fset for name, member in vars(cls).items() if isinstance(member, property) and member.fset is not None})
+    return cls
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # read faster than a NamedTuple, at every call
@@ -44,6 +54,7 @@ class Walked:
     plain: bool
 
 
+@settable
 @runs_uncompiled
 class MaskLists:
     """The base of BlockMask, which keeps its lists.
@@ -63,6 +74,7 @@ class MaskLists:
 
     # by torch.compile: a mask may be made, read and changed in what it compiles
     _TRACED: tuple[str, ...] = (
+        "__setattr__",
         "_made",
         "_set",
         "_forget",
@@ -93,6 +105,13 @@ class MaskLists:
     _leading: tuple[int, ...]
     _cuts: bool
     _changed: bool
+
+    def __setattr__(self, name: str, value) -> None:
+        put = _SETTERS.get(name)
+        if put is None:
+            object.__setattr__(self, name, value)
+        else:
+            put(self, value)
 
     def _set(
         self: M,
