@@ -178,11 +178,12 @@ class MaskLists:
         """The lists of now; `partial`: those that were cut as they were made are to be partial."""
         if self._given is not None:
             return self._given.lists(self._seq_lengths)
-        if not self._changed:
-            return self._as_made(partial)
+        made = self._as_made(partial)
+        if not self._changed or (self._seq_lengths[1] == self._whole_lengths[1] and self._grid[0] == made.kv_indices.shape[2]):
+            return made
         found = self._derived.get(partial)
         if found is None or without_values():
-            counts, indices, *full = self._as_made(partial).counts_and_indices
+            counts, indices, *full = made.counts_and_indices
             found = read_lists(counts, indices, *(full or (None, None)), self._size, self._seq_lengths)
             if not (without_values() or capturing(found)):
                 self._derived[partial] = found.kept()
