@@ -97,7 +97,19 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         self.dq_write_order, self.dq_write_order_full = dq_write_order, dq_write_order_full
         self.dq_kv_order, self.dq_kv_order_spt = dq_kv_order, dq_kv_order_spt
 
-    _TRACED: tuple[str, ...] = ("__init__", "from_kv_blocks", "_lists_by", "__getitem__", "_queries", "adjust", "_adjust", "_selected")
+    _TRACED: tuple[str, ...] = (
+        "__init__",
+        "from_kv_blocks",
+        "_lists_by",
+        "to",
+        "__copy__",
+        "_again",
+        "__getitem__",
+        "_queries",
+        "adjust",
+        "_adjust",
+        "_selected",
+    )
 
     @classmethod
     def from_kv_blocks(
@@ -147,17 +159,21 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
             selection = selection.made_for(place)
             mask_mod = selection.mask_mod
         lists = self._lists_by(moved) if self._given is None else self._given.changed(moved)
-        return self._made(
-            self._whole_lengths, lists, mask_mod, leading=self._leading, agrees=self._decided_as_made, selection=selection, cuts=self._cuts
-        )._like(self, moved)
+        return self._again(lists, mask_mod, selection, moved)
 
-    def _like(self, other: BlockMask, change: Callable) -> BlockMask:
-        """With the lengths of another mask, and what it was told that no kernel reads, changed."""
-        self.seq_lengths = other.seq_lengths
-        self._written = {name: change(table) for name, table in other._written.items()}
-        for name in ORDERS:
-            setattr(self, name, change(getattr(other, name)))
-        return self
+    def __copy__(self) -> BlockMask:
+        lists = self._as_made(False) if self._given is None else self._given
+        return self._again(lists, self.mask_mod, self._selected(), lambda table: table)
+
+    def _again(self, lists: BlockLists | GivenLists, mask_mod: Callable, selection: Selection | None, change: Callable) -> BlockMask:
+        """This mask of other lists that mean the same; what it was told that no kernel reads is changed."""
+        facts = {"agrees": self._decided_as_made, "cuts": self._cuts, "fixed": self._fixed}
+        made = self._made(self._whole_lengths, lists, mask_mod, leading=self._leading, selection=selection, **facts)
+        made.seq_lengths = self.seq_lengths
+        made._written = {name: change(table) for name, table in self._written.items()}
+        made.dq_write_order, made.dq_write_order_full = change(self.dq_write_order), change(self.dq_write_order_full)
+        made.dq_kv_order, made.dq_kv_order_spt = change(self.dq_kv_order), self.dq_kv_order_spt
+        return made
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> BlockMask:
         """The mask of some batch entries, heads and rows of query blocks: mask[1], mask[:, [0, 2]], mask[:, :, 3:5].
@@ -196,11 +212,12 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
 
         made = self._made(
             (made_queries, self._whole_lengths[1]),
-            self._lists_by(part, self._cuts and not cuts),
+            self._lists_by(part, self._partial_where_cut or (self._cuts and not cuts)),
             selection.mask_mod,
             agrees=self._decided,
             selection=selection,
             cuts=cuts,
+            fixed=self._fixed,
         )
         made.seq_lengths = queries, self._seq_lengths[1]
         made.dq_kv_order_spt = self.dq_kv_order_spt
@@ -247,7 +264,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
             status[..., -1].clamp_(max=1)  # so that no kernel checks full blocks
         lists = listed_status(status, self._lists, partial or not cut, self.BLOCK_SIZE)
         cuts = self._cuts and self._decided and rows == -(-self._whole_lengths[0] // self._size[0])  # its last row is that of this mask
-        made = self._made(lengths, lists, self.mask_mod, agrees=self._decided, selection=self._selected(), cuts=cuts)
+        made = self._made(lengths, lists, self.mask_mod, agrees=self._decided, selection=self._selected(), cuts=cuts, fixed=self._fixed)
         made.dq_kv_order_spt = self.dq_kv_order_spt
         return made
 
@@ -283,6 +300,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
             "selection": selection and selection.parts,
             "made_for": self._whole_lengths,
             "cuts": self._cuts,
+            "fixed": self._fixed,
             "given": given is not None,
             "written": (self._written, *(getattr(self, name) for name in ORDERS)),
         }
@@ -295,8 +313,8 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         if selection is not None:
             selection = Selection.of_parts(selection).made_for(tables[1].device)
             mask_mod = selection.mask_mod
-        lengths, more = state["seq_lengths"], {"leading": state["leading"], "selection": selection, "cuts": state.get("cuts")}
-        self._set(state.get("made_for", lengths), lists, mask_mod, agrees=state["decided"], **more)
+        lengths, facts = state["seq_lengths"], {"agrees": state["decided"], "cuts": state.get("cuts"), "fixed": state.get("fixed", False)}
+        self._set(state.get("made_for", lengths), lists, mask_mod, leading=state["leading"], selection=selection, **facts)
         self.seq_lengths = lengths
         self._written, *orders = state.get("written", ({}, None, None, None, None))
         for name, order in zip(ORDERS, orders, strict=True):

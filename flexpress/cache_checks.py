@@ -10,7 +10,7 @@ import torch
 
 from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, MAX_HEAD_DIM_QK, check_extents, whole
 
-from .codegen.mod.tensors import LOWEST, check_kind, check_memory
+from .codegen.mod.tensors import check_kind, check_memory, check_still_there
 from .codegen.registry import Table
 from .codegen.run.call import Cached
 from .codegen.run.layouts import shares_memory
@@ -59,6 +59,7 @@ def check_entries(k_cache: torch.Tensor, batch: int) -> None:
         )
 
 
+_OTHERS = {"key": ("value", "query", "rope"), "query": ("q_scale", "out_dtype")}  # what is checked beside tokens of that name
 _keys = torch._C._dispatch_keys  # they tell ordinary memory from all else, the negative bit too
 _passed: dict[tuple, bool] = Table("checked caches", 4096)  # what passed the checks; do tables have contiguous rows
 
@@ -101,6 +102,10 @@ def check_batch(
         contiguous = all(map(_has_contiguous_rows, tables))
         if forms is not None:
             _passed[forms] = contiguous
+    else:
+        named = (name, "k_cache", "v_cache", *CacheTables._fields, *_OTHERS[name])
+        for what, tensor in zip(named, (tokens, k_cache, v_cache, *tables, *others), strict=False):
+            check_still_there(what, tensor)
     if not contiguous:  # kernels read contiguous rows
         tables = CacheTables(*(t if _has_contiguous_rows(t) else t.contiguous() for t in tables))
     kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale = tables
@@ -238,7 +243,6 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
 
     written   the new tokens are to be written: each needs a place of its own, inside kv_len
     """
-    _check_tables_again(cached, q_offset)
     lengths, cache = cached.kv_lens.tolist(), f"k_cache {tuple(k_cache.shape)}"
     ragged, pages, locations = cached.cu_q is not None, cached.pages, cached.kv_locs
     counts = check_counts(cached.cu_q.tolist(), tokens.shape[0], cached.max_q) if ragged else [tokens.shape[2]] * len(lengths)
@@ -257,7 +261,7 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
             raise ValueError(f"kv_len[{b}] is {length}; it must be 0 (a sequence that is not there) or more")
         if length == 0 and not ragged:  # a sequence that is not there
             continue
-        end = max(offset + count, length) if count else length
+        end = max(offset + count, length) if count and written else length  # queries may be later than the keys that they look at
         if (count and offset < 0) or end > room:
             raise ValueError(
                 f"sequence {b} has {count} new tokens from position {offset} on, and kv_len {length}; positions go from 0 to "
@@ -299,14 +303,6 @@ def check_positive(name: str, scale: torch.Tensor | None) -> None:
     wrong = [] if scale is None else [x for x in scale.flatten().tolist() if not 0 < x < math.inf]
     if wrong:
         raise ValueError(f"{name} has {wrong[0]}; scales must be positive and finite")
-
-
-def _check_tables_again(cached: Cached, q_offset) -> None:
-    """They passed once, and may have lost their memory since."""
-    tables = cached.kv_lens, cached.cu_q, cached.pages, cached.kv_locs, q_offset, cached.k_scales, cached.v_scales
-    for i, table in enumerate(tables):
-        if table is not None and table.data_ptr() < LOWEST:
-            check_kind(("kv_len", "cu_seqlens_q", "page_table", "cache_loc", "q_offset", "k_scale", "v_scale")[i], table)
 
 
 def check_counts(starts: list[int], tokens: int, max_q: int | None = None) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -84,3 +85,8 @@ def recorded_call(
         return *found, *(t if named else None for t, named in zip(others, names, strict=True))
 
     return attend
+
+
+def no_autocast(tensor: torch.Tensor):
+    """Operators compute in the dtype that they are given, as their fakes say, also under autocast."""
+    return torch.autocast(tensor.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()

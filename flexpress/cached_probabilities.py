@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from flexpress.cached_arguments import no_autocast
 from flexpress.cached_calls import call_as_it_is, scale_of
 from flexpress.cached_mods import causal_from, mask_from, part_of, position_from, score_from
 from flexpress.cached_problem import CachedProblem
@@ -31,7 +32,7 @@ def look_at_cache(problem: CachedProblem, max_scores: bool, wanted: Wanted) -> t
     room = problem.k_cache.shape[1] * (1 if where.pages is None else where.pages.shape[1])
     if 0 in (*query.shape, *problem.k_cache.shape, room):
         return _of_nothing(problem, max_scores, wanted, room)
-    with torch.no_grad():
+    with torch.no_grad(), no_autocast(query):  # what is copied for C++ may be wider than autocast's dtype
         look_at = lambda in_cpp: (_of_copies if in_cpp else _in_place)(problem, max_scores, wanted, room)  # noqa: E731
         run = by_either
         if is_profiled():

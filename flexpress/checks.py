@@ -159,7 +159,7 @@ def positive(name: str, value) -> float:
 
 def refuse_dropout(dropout_p) -> None:
     """Raises NotImplementedError for any but 0."""
-    if dropout_p != 0.0:
+    if not isinstance(dropout_p, numbers.Real) or dropout_p != 0.0:
         raise NotImplementedError(f"dropout_p is {dropout_p}; there is no dropout in this attention, pass 0.0")
 
 

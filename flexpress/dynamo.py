@@ -20,6 +20,7 @@ from torch._dynamo.variables.lists import BaseListVariable
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flexpress.plain_arguments import resolve_device
+from flexpress.scales import number_on
 
 from .codegen.mod.bind import bind_once
 from .codegen.mod.capture import name_of
@@ -107,7 +108,7 @@ class CallVariable(TorchHigherOrderOperatorVariable):
                 (_, _), graph, captured = speculate_subgraph(
                     tx, mod, symbols, {}, f"{function}: {key}", source_target=self.value, set_subgraph_inputs="flatten_manual"
                 )
-            made = _from_graph(torch.fx.GraphModule(tx.output.nn_modules, graph), len(names), _name(mod))
+            made = _from_graph(torch.fx.GraphModule(tx.output.nn_modules, graph), len(names), _name(mod), device)
             with tx.fake_mode:
                 _check(made([proxy.node.meta["example_value"] for proxy in captured]), key)
         except Unsupported as reason:
@@ -138,7 +139,7 @@ def _floats_of_the_whole_graph() -> Iterator[None]:
         VariableBuilder.wrap_symfloat = wrap
 
 
-def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
+def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str, device: torch.device):
     """From what a mod captures, in the order of the graph's inputs behind its symbols, to the mod."""
     made_of_numbers = module.graph.find_nodes(op="call_function", target=torch._refs.tensor)
     for node in made_of_numbers:  # what Dynamo makes of torch.tensor(number): it changes tensors in place
@@ -149,7 +150,8 @@ def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
     places = [n.target for n in module.graph.nodes if n.op == "placeholder"][symbols:]
 
     def make(values):
-        mod = functools.partial(forward, module, **dict(zip(places, values, strict=True)))
+        captured = (number_on(device, value) if isinstance(value, torch.SymFloat) else value for value in values)
+        mod = functools.partial(forward, module, **dict(zip(places, captured, strict=True)))
         mod.__name__ = name
         return mod
 

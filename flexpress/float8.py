@@ -84,7 +84,7 @@ def _check_output(query: torch.Tensor, out_dtype) -> None:
     if out_dtype is not None:
         if query.dtype != FLOAT8:
             raise TypeError(f"out_dtype is for float8_e4m3fn, but query has {query.dtype}, which is the output's: leave it out")
-        if out_dtype not in DTYPES:
+        if not isinstance(out_dtype, torch.dtype) or out_dtype not in DTYPES:
             raise TypeError(f"out_dtype is {out_dtype!r}; it must be torch.bfloat16, torch.float16 or torch.float32")
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
 from flexpress import mods
 from flexpress.cache_checks import described
 from flexpress.cached import attention_after
+from flexpress.cached_arguments import no_autocast
 from flexpress.kv_cache import update_cache
 from flexpress.shared_prefix import SharedPrefix
+
+from .codegen.mod.tensors import check_still_there
 
 
 def out_like(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
@@ -26,6 +27,7 @@ def check_tokens(q, k, v, k_cache, v_cache) -> None:
             raise ValueError(f"{name} must be (entries or pages, positions, heads, head dim), got {described(cache)}")
     for name, tensor, cache in (("q", q, k_cache), ("k", k, k_cache), ("v", v, v_cache)):
         heads, head_dim = cache.shape[2:]
+        check_still_there(name, tensor)
         if tensor.ndim not in (3, 4) or tensor.shape[:2] != q.shape[:2] or tensor.dtype != q.dtype:
             raise ValueError(
                 "q, k and v must be (batch, tokens, heads * head dim) or (batch, tokens, heads, head dim) with equal batch, tokens and "
@@ -37,11 +39,6 @@ def check_tokens(q, k, v, k_cache, v_cache) -> None:
             raise ValueError(
                 f"{name} {tuple(tensor.shape)} must have {wanted} as its last extent, or its last two, for a cache {tuple(cache.shape)}"
             )
-
-
-def no_autocast(tensor: torch.Tensor):
-    """Operators compute in the dtype that they are given, as their fakes say, also under autocast."""
-    return torch.autocast(tensor.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()
 
 
 def attend(

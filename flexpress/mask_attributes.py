@@ -64,6 +64,9 @@ class MaskAttributes(MaskLists):
         "shape",
         "numel",
         "to_dense",
+        "as_tuple",
+        "_flatten",
+        "_unflatten",
     )  # by torch.compile
 
     # torch's orders of dQ's writes, which no kernel here needs: what a user gives

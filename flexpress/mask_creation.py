@@ -92,7 +92,7 @@ def create_block_mask(
     if capacity is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         capacity = -(-extents[3] // size[1])  # nobody can wait
     lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
-    return BlockMask._made(extents[2:], lists_of(lists, *size, interior=True), mask_mod, agrees=True)
+    return BlockMask._made(extents[2:], lists_of(lists, *size, interior=True), mask_mod, agrees=True, fixed=not bound[1])
 
 
 @runs_uncompiled

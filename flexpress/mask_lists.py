@@ -66,6 +66,7 @@ class MaskLists:
     _agreed          which alone said then what attends
     _cuts            are full blocks of _whole, where Q_LEN cuts the last row of blocks, partial in torch's lists? mask_mod was asked of the
                      queries that there are, so for another one they are partial
+    _fixed           does mask_mod capture nothing, so that it says the same at every call?
     _changed         are the lengths others since?
     _agrees          does _whole_mod alone say what attends in the lengths of now, too?
     _replaced        is mask_mod another since? torch's compiler cannot compare functions, so in what it traces each one that is set is
@@ -80,6 +81,7 @@ class MaskLists:
         "_forget",
         "_decided",
         "_decided_as_made",
+        "_partial_where_cut",
         "_lists",
         "_current",
         "_as_made",
@@ -105,6 +107,7 @@ class MaskLists:
     _leading: tuple[int, ...]
     _cuts: bool
     _changed: bool
+    _fixed: bool
 
     def __setattr__(self, name: str, value) -> None:
         put = _SETTERS.get(name)
@@ -123,11 +126,12 @@ class MaskLists:
         agrees: bool = False,
         selection: Selection | None = None,
         cuts: bool | None = None,
+        fixed: bool = False,
     ) -> M:
         """Give the mask its parts; BlockLists are safe to be read by kernels.
 
-        agrees   does mask_mod alone say what attends?
-        cuts     as above; by default where it does
+        agrees        does mask_mod alone say what attends?
+        cuts, fixed   as above; by default blocks are cut where it does
         """
         given = isinstance(lists, GivenLists)
         self._given, self._whole = (lists, None) if given else (None, lists)
@@ -138,6 +142,7 @@ class MaskLists:
         self._leading = tuple(counts.shape[:-1]) if leading is None else leading
         self._agreed, self._agrees, self._selection = agrees, agrees, selection
         self._cuts, self._changed = agrees if cuts is None else cuts, False
+        self._fixed = fixed
         self._partial: BlockLists | None = None  # _whole, with partial blocks where it is cut
         self._written: dict[str, torch.Tensor | None] = {}  # tables that a user set, and no kernel reads
         self._forget()
@@ -165,6 +170,11 @@ class MaskLists:
         """Did it in the lengths that the mask was made for?"""
         return self._agreed and not self._replaced
 
+    @property
+    def _partial_where_cut(self) -> bool:
+        """Are full blocks that Q_LEN cuts to be partial for kernels, too? mask_mod may say otherwise of them now: as in torch's lists."""
+        return self._cuts and not (self._agrees and self._fixed and not self._replaced)
+
     def is_as_made(self, size: tuple[int, int], lengths: tuple[int, int]) -> bool:
         """Would lists that are made of mask_mod now, for such blocks and lengths, be the mask's own?"""
         return self._decided and size == self._size and self._seq_lengths == lengths
@@ -172,7 +182,7 @@ class MaskLists:
     @property
     def _lists(self) -> BlockLists:
         """The lists of now, for mask_mod: 4-dimensional, contiguous, int32, not to be written to."""
-        return self._current(self._cuts and not self._decided)
+        return self._current(self._partial_where_cut)
 
     def _current(self, partial: bool) -> BlockLists:
         """The lists of now; `partial`: those that were cut as they were made are to be partial."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .codegen.mod.tensors import check_still_there
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -65,3 +67,5 @@ def _check_parts(name: str, parts) -> None:
             raise TypeError(f"{called} must be a torch.Tensor, got {type(part).__name__}")
         if part.is_nested or part.layout is not torch.strided:
             raise TypeError(f"{called} must be a dense tensor, got a nested one or one of layout {part.layout}; pad or densify it")
+        if not torch.compiler.is_dynamo_compiling():
+            check_still_there(called, part)

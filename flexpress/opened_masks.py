@@ -15,7 +15,8 @@ def parts_of_mask(mask) -> tuple[tuple, tuple, object]:
         whole = mask._whole
         made_for = mask._whole_lengths if mask._changed else None
         decided = mask._decided_as_made
-        return whole.counts_and_indices, (mask._seq_lengths, *mask._size, whole.interior, decided, mask._cuts, made_for), mask.mask_mod
+        facts = mask._seq_lengths, *mask._size, whole.interior, decided, mask._cuts, mask._fixed, made_for
+        return whole.counts_and_indices, facts, mask.mask_mod
     tables = (mask.kv_num_blocks, mask.kv_indices)
     if mask.full_kv_indices is not None:
         tables = (*tables, mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -31,9 +32,9 @@ def mask_of_parts(tables: tuple, facts: tuple, mask_mod):
         names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
         of = dict(zip(names, (*tables[:2], *full), strict=True))
         return SimpleNamespace(**of, seq_lengths=tuple(lengths), BLOCK_SIZE=(q_block, kv_block), mask_mod=mask_mod)
-    interior, decided, cuts, made_for = ours
+    interior, decided, cuts, fixed, made_for = ours
     lists = lists_of(tables, q_block, kv_block, interior)
-    made = BlockMask._made(tuple(made_for or lengths), lists, mask_mod, agrees=decided, cuts=cuts)
+    made = BlockMask._made(tuple(made_for or lengths), lists, mask_mod, agrees=decided, cuts=cuts, fixed=fixed)
     if made_for:
         made.seq_lengths = tuple(lengths)
     return made

@@ -9,7 +9,7 @@ import torch
 from torch.types import Device
 
 from flexpress.cache_checks import check_plain, described
-from flexpress.checks import positive, whole
+from flexpress.checks import extent, positive, whole
 from flexpress.plain_arguments import device_or_default
 
 from .codegen.mod.tensors import check_memory
@@ -134,7 +134,7 @@ def rope_table(
 
     Method: RoFormer (Su et al. 2021, arXiv 2104.09864).
     """
-    length, rope_dim = whole("length", length), whole("rope_dim", rope_dim)
+    length, rope_dim = extent("length", length), extent("rope_dim", rope_dim)
     if rope_dim < 2 or rope_dim % 2:
         raise ValueError(f"rope_dim must be even and at least 2, got {rope_dim}")
     theta, scale, device = positive("theta", theta), positive("scale", scale), device_or_default(device)

@@ -15,6 +15,8 @@ from .codegen.mod.tensors import check_kind, is_transformed, tracing
 def read_scale(scale, score_mod: Callable | None, head_dim: int, device: torch.device) -> tuple[float, Callable | None]:
     """The scale as a number, and the score_mod. A tensor that wants its gradient, or whose number would have to be waited for, is captured:
     then the number is 1 and the score_mod that of scores times the tensor. Raises TypeError or ValueError."""
+    if isinstance(scale, torch.SymFloat):
+        scale = number_on(device, scale)
     if not isinstance(scale, torch.Tensor):
         return check_scale(scale, head_dim), score_mod
     moving = is_transformed()
@@ -27,6 +29,12 @@ def read_scale(scale, score_mod: Callable | None, head_dim: int, device: torch.d
     if scale.device.type != "cpu" and scale.device != device:
         raise ValueError(f"scale is on {scale.device} but query is on {device}; move it with .to(...)")
     return 1.0, _scaled(scale.to(device, torch.float32, non_blocking=True).reshape(()), score_mod)
+
+
+def number_on(device: torch.device, value: torch.SymFloat) -> torch.Tensor:
+    """A float that torch's compiler keeps open, as a tensor. By a product, which that compiler follows: of another operator it makes a
+    graph for each value."""
+    return torch.ones((), dtype=torch.float32, device=device) * value
 
 
 def _scaled(factor: torch.Tensor, score_mod: Callable | None) -> Callable:

@@ -17,8 +17,9 @@ import torch
 
 from flexpress import sdpa
 from flexpress.cache_checks import described, looks
+from flexpress.cached_arguments import no_autocast
 from flexpress.custom_ops import fake_of
-from flexpress.layer_step import attend, check_tokens, no_autocast, out_like
+from flexpress.layer_step import attend, check_tokens, out_like
 from flexpress.shared_prefix import SharedPrefix
 
 

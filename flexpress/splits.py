@@ -68,7 +68,7 @@ def split_attention(
         query.repeat(splits, 1, 1, 1),
         k_cache,
         v_cache,
-        torch.where(begins < ends, ends, 0),
+        torch.where((begins < ends) | (ends < 0), ends, 0),  # what is negative is to be refused
         page_table=page_table if page_table is None or cache_loc is not None else page_table.repeat(splits, 1),
         cache_loc=None if cache_loc is None else cache_loc.repeat(splits),
         q_offset=first.repeat(splits),

@@ -70,6 +70,8 @@ def has_values(tensor: Tensor) -> bool:
 
 def as_flag(value: object) -> bool | None:
     """A bool, numpy's too, or 0 or 1 as a bool; None for all else."""
+    if isinstance(value, bool):  # torch's compiler has a bool for what compares sizes, too, and asks no such one whether it is in (0, 1)
+        return bool(value)
     if isinstance(value, torch.SymBool):  # torch's compiler traces, and has no bool to look at
         return value  # type: ignore[return-value]  # it acts as one
     is_whole = isinstance(value, numbers.Integral) or type(value).__name__ in ("bool", "bool_")  # numpy's, which is no number

@@ -111,6 +111,18 @@ def test_queries_at_any_position(device):
     assert relative_error(out, expected) < 1e-6
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_queries_behind_the_keys(device):
+    """Of a part of the keys, as for merging by lse: nothing is written, so no page needs to hold the queries' own positions."""
+    arguments = batch(device, q_lens=(2,), kv_lens=(32,), ragged=False, page_size=16)
+    table = torch.nn.functional.pad(arguments.pop("page_table")[:, :2], (0, 1), value=-1)
+    offset = torch.tensor([40], dtype=torch.int32, device=device)
+    for pages in (table, table[:, :2]):
+        out = cached_attention(**arguments, page_table=pages, q_offset=offset, check=True)
+        k, v = (arguments[name][table[0, :2]].flatten(0, 1).transpose(0, 1)[None] for name in ("k_cache", "v_cache"))
+        assert relative_error(out, dense_attention(arguments["query"], k, v)[0]) < 1e-6
+
+
 BAD = {  # what changes, and what the error says
     "positions beyond the pages": (
         dict(kv_len=[40, 7, 0, 305]),

@@ -255,3 +255,21 @@ def test_evicting_what_nobody_looks_at(device):
     given_to = aux.column_sums[0].sum(0)
     assert abs(given_to.sum().item() - 8.0) < 1e-4
     assert sorted(given_to.topk(30).indices.tolist()) == list(range(1, 60, 2))
+
+
+def test_under_autocast(in_cpp):
+    """Keys of a float8 cache times their scales are wider than autocast's dtype: a key that is seen alone has all of the softmax."""
+    k = torch.randn(1, 20, 2, 16).to(torch.float8_e4m3fn)
+    scales = {"k_scale": torch.tensor([0.77, 3e4]), "v_scale": torch.ones(2)}
+    with torch.autocast("cpu", dtype=torch.float16):
+        _, aux = cached_attention(
+            torch.randn(1, 2, 3, 16),
+            *(k, k, torch.tensor([20], dtype=torch.int32)),
+            **scales,
+            scale=1e-3,
+            mask_mod=lambda b, h, q_idx, kv_idx: kv_idx == 3,
+            return_aux=ALL,
+        )
+    torch.testing.assert_close(aux.max_scores, aux.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(aux.entropy, torch.zeros(1, 2, 3), rtol=0, atol=1e-5)
+    assert (aux.top_index == 3).all() and (aux.column_sums[..., 3] > 2.999).all()

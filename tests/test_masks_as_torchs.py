@@ -497,3 +497,33 @@ def test_lists_that_are_first_read_inside_a_transform(kind):
             out = torch.func.grad_and_value(lambda q, attend=attend: (attend(q).sum(), attend(q)), has_aux=True)(q)[1][1]
         torch.testing.assert_close(out, exact)
         torch.testing.assert_close(attend(q), exact)
+
+
+class Until:
+    def __init__(self, end):
+        self.end = end
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return kv_idx < self.end
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("captured", ["tensor", "number"])
+@pytest.mark.parametrize("lengths", [(1, 128), (100, 256)])
+def test_what_a_mask_mod_captures_may_change_where_a_length_cuts(lengths, captured, compiled, device):
+    """As in torch's masks, whose lists name such blocks as partial: one mask of a query serves all steps of decoding."""
+    until = Until(torch.tensor([lengths[1]], device=device) if captured == "tensor" else lengths[1])
+    mod = (lambda b, h, q_idx, kv_idx: kv_idx < until.end[0]) if captured == "tensor" else until
+    mask = create_block_mask(mod, None, None, *lengths, device)
+    copied = copy.copy(mask[:, :, 0:])
+    if captured == "tensor":
+        until.end.fill_(40)
+    else:
+        until.end = 40
+    q, k = (torch.randn(1, 2, n, 16, device=device) for n in lengths)
+    torch._dynamo.reset()
+    attend = torch.compile(flex_attention, backend="aot_eager") if compiled else flex_attention
+    for each in (mask, copied):
+        found = attend(q, k, k, block_mask=each)
+        torch.testing.assert_close(found, flex_attention(q, k[:, :, :40], k[:, :, :40]), rtol=1e-3, atol=1e-3)

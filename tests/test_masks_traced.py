@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torchs
@@ -195,6 +197,9 @@ PARTS = {
     "one head in a tensor": lambda mask: mask[:, torch.tensor([-1])],
     "adjusted": lambda mask: mask._adjust(100, 90),
     "adjusted slices": lambda mask: mask[:1, :, ROWS].adjust(40, 70),
+    "moved": lambda mask: mask[:, 1:].to("cpu"),
+    "copied": lambda mask: copy.copy(mask[:, :, ROWS]),
+    "as a tuple": lambda mask: BlockMask(mask.seq_lengths, *mask.as_tuple()[2:6], BLOCK_SIZE=32, mask_mod=mask.mask_mod),
     "shorter slices": lambda mask: shortened(mask[:, :, torch.tensor([3, 2, 1, 0, 1])]),
 }
 

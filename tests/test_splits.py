@@ -87,6 +87,7 @@ BAD = {
     "a flat page table": (dict(page_table=KV_LEN), ValueError, r"page_table must be torch.int32 \(2, n\)"),
     "rows of pages": (dict(page_table=KV_LEN[:1, None]), ValueError, r"page_table must be torch.int32 \(2, n\)"),
     "heads": (dict(query=Q[:, :3]), ValueError, "3 heads, no multiple of the 2 heads"),
+    "a negative length": (dict(kv_len=KV_LEN - 9), ValueError, r"kv_len\[0\] is -"),
     "too long": (dict(kv_len=KV_LEN + 8), ValueError, "positions go from 0 to 7 in k_cache"),
 }
 

@@ -379,3 +379,46 @@ def test_options_that_come_later(name, value):
     options[name] = value
     with pytest.raises(Exception, match=name):
         compiled(q)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_flags_that_compare_sizes(heads, dynamic):
+    """gpt-fast's prefill asks for GQA by the numbers of heads."""
+    q, k = torch.randn(1, 2, 32, 16), torch.randn(1, heads, 32, 16)
+
+    def attend(q, k):
+        return flex_attention(q, k, k, enable_gqa=q.shape[1] != k.shape[1], return_lse=q.shape[2] > 1)
+
+    torch._dynamo.reset()
+    found = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)(q, k)
+    for value, expected in zip(found, attend(q, k), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_floats_that_change_are_one_more_graph(backend):
+    """As in torch, where a mod's floats and `scale` are one graph for the first values, and one for all others."""
+    q, offsets = torch.randn(1, 2, 32, 16), torch.tensor([0, 20, 32], dtype=torch.int32)
+
+    def attend(q, slope, scale):
+        out = flex_attention(q, q, q, lambda s, b, h, i, j: s * slope + (i - j) * slope, scale=scale)
+        mask = create_block_mask(lambda b, h, i, j: (i - j) * slope <= 4.5, None, None, 32, 32, "cpu")
+        rows = q[0].transpose(0, 1)
+        return out, varlen_attention(rows, rows, rows, offsets, scale=scale), mask.kv_num_blocks
+
+    torch._dynamo.reset()
+    dynamo.utils.counters.clear()
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    for slope in (0.1, 0.25, 0.3, 0.7, 1.5):
+        for found, expected in zip(compiled(q, slope, slope + 1), attend(q, slope, slope + 1), strict=True):
+            torch.testing.assert_close(found, expected)
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_scale_that_a_tensor_holds():
+    q = torch.randn(1, 2, 32, 16)
+    with dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(lambda q, t: flex_attention(q, q, q, scale=t.item()), backend="aot_eager", fullgraph=True)
+        for scale in (0.4, 0.7):
+            torch.testing.assert_close(compiled(q, torch.tensor(scale)), flex_attention(q, q, q, scale=scale))

@@ -57,6 +57,7 @@ def leaked(t):
 
 
 TABLE, ENTRY = torch.tensor([[0]], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+COLUMNS = torch.zeros(2, 3, dtype=torch.int32)[:, 0][None]  # rows that are not contiguous
 PACKED, ENDS = torch.randn(5, 2, 16), torch.tensor([0, 5], dtype=torch.int32)
 SLOPES, FP8, SCALES = torch.ones(1, 2), torch.zeros(1, 32, 2, 16, dtype=torch.float8_e4m3fn), torch.ones(2)
 ROPE = torch.zeros(32, 4, 2)
@@ -124,6 +125,11 @@ ARGUMENTS = {
     "cached_attention q_offset": (ENTRY, lambda t: cached_attention(Q, CACHE, CACHE, KV_LEN, q_offset=t)),
     "cached_attention cu_seqlens_q": (ENDS, lambda t: cached_attention(PACKED, CACHE, CACHE, KV_LEN, cu_seqlens_q=t)),
     "cached_attention k_scale": (SCALES, lambda t: cached_attention(Q, FP8, FP8, KV_LEN, k_scale=t, v_scale=SCALES)),
+    "cached_attention query of float8": (Q.to(FP8.dtype), lambda t: cached_attention(t, FP8, FP8, KV_LEN)),
+    "cached_attention q_scale": (SCALES[:1], lambda t: cached_attention(Q.to(FP8.dtype), FP8, FP8, KV_LEN, q_scale=t)),
+    "cached_attention page_table by columns": (COLUMNS, lambda t: cached_attention(Q, CACHE, CACHE, KV_LEN, page_table=t)),
+    "update_cache key by columns": (Q.mT.contiguous().mT, lambda t: update_cache(t, Q, CACHE, CACHE, KV_LEN)),
+    "update_cache value by columns": (Q.mT.contiguous().mT, lambda t: update_cache(Q, t, CACHE, CACHE, KV_LEN)),
     "update_cache key": (Q, lambda t: update_cache(t, Q, CACHE, CACHE, KV_LEN)),
     "update_cache value": (Q, lambda t: update_cache(Q, t, CACHE, CACHE, KV_LEN)),
     "update_cache k_cache": (CACHE, lambda t: update_cache(Q, Q, t, CACHE, KV_LEN)),
@@ -151,7 +157,7 @@ def test_they_are_refused_in_words(argument):
     kinds = {**WRAPPED, "freed": (freed, "memory was freed"), "freed view": (freed_view, "memory was freed")}
     for again in (False, True):
         for kind, (make, words) in kinds.items():
-            if kind == "of torch.func" and not good.is_floating_point():
+            if kind == "of torch.func" and good.dtype not in (torch.float32, torch.float16):
                 continue
             try:
                 call(make(good))

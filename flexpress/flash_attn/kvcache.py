@@ -75,8 +75,9 @@ def flash_attn_with_kvcache(
     options = read_options(causal, window_size, softcap, alibi_slopes, q, q.shape[0])
     whole("num_splits", num_splits)
     if torch.is_grad_enabled():
-        tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
-        check_no_gradients("flash_attn_with_kvcache", "call it under torch.no_grad()", **tensors)
+        tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+        learned = dict(alibi_slopes=alibi_slopes, sinks=sinks)
+        check_no_gradients("flash_attn_with_kvcache", "call it under torch.no_grad()", **tensors, **learned)
     lengths, room = _lengths(cache_seqlens, q, k, k_cache, block_table)
     rope = _rope(rotary_cos, rotary_sin, q, k, room)
     _check_contents(lengths, 0 if k is None else k.shape[1], room, k_cache, cache_batch_idx, block_table)
