@@ -10,7 +10,7 @@ import torch
 
 from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, MAX_HEAD_DIM_QK, check_extents, whole
 
-from .codegen.mod.tensors import check_kind, check_memory, check_still_there
+from .codegen.mod.tensors import LOWEST, ORDINARY, check_kind, check_memory
 from .codegen.registry import Table
 from .codegen.run.call import Cached
 from .codegen.run.layouts import shares_memory
@@ -48,6 +48,17 @@ def check_plain(name: str, tensor, layout: str) -> None:
         raise NotImplementedError(f"{name} must be in the memory of a GPU or CPU, got {described(tensor)}")
     if tensor.ndim != layout.count(",") + 1:
         raise ValueError(f"{name} must be {layout}, got {described(tensor)}")
+
+
+def check_still_there(name: str, tensor) -> None:
+    """`check_kind` for an argument whose kind was looked at in an earlier call: the memory of a tensor may have been freed since."""
+    if tensor.__class__ in ORDINARY:
+        try:
+            there = tensor.data_ptr() >= LOWEST
+        except RuntimeError:  # it has no address
+            there = False
+        if not there:
+            check_kind(name, tensor)
 
 
 def check_entries(k_cache: torch.Tensor, batch: int) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from flexpress import mods
-from flexpress.cache_checks import described
+from flexpress.cache_checks import check_still_there, described
 from flexpress.cached import attention_after
 from flexpress.cached_arguments import no_autocast
 from flexpress.kv_cache import update_cache
 from flexpress.shared_prefix import SharedPrefix
-
-from .codegen.mod.tensors import check_still_there
 
 
 def out_like(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:

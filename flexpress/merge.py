@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .codegen.mod.tensors import check_still_there
+from flexpress.cache_checks import check_still_there
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -292,17 +292,6 @@ def looks_ordinary(tensor: torch.Tensor) -> bool:
         return False
 
 
-def check_still_there(name: str, tensor) -> None:
-    """`check_kind` for an argument whose kind was looked at in an earlier call: the memory of a tensor may have been freed since."""
-    if tensor.__class__ in ORDINARY:
-        try:
-            there = tensor.data_ptr() >= LOWEST
-        except RuntimeError:  # it has no address
-            there = False
-        if not there:
-            check_kind(name, tensor)
-
-
 def check_memory(name: str, tensor: torch.Tensor) -> None:
     """`check_kind`, for a tensor that cannot be copied because it is written, or large: its memory must hold its values."""
     if looks_ordinary(tensor):
