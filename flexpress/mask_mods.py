@@ -11,7 +11,7 @@ from flexpress.mods import MaskMod
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.errors import ModError
-from .codegen.mod.tensors import looks_ordinary, tracing
+from .codegen.mod.tensors import check_memory, tracing
 from .mods._made import picklable
 
 
@@ -86,4 +86,10 @@ def _same_value(value, other) -> bool:
 
 def _has_values(tensor: torch.Tensor) -> bool:
     """May it be compared with another one here?"""
-    return looks_ordinary(tensor) and tensor.device.type != "meta" and not tracing()
+    if tensor.device.type == "meta" or tracing():
+        return False
+    try:
+        check_memory("a captured tensor", tensor)
+    except NotImplementedError:
+        return False
+    return True
