@@ -564,6 +564,7 @@ PAGES = [
         "there = True",
         named("wrapped_tensors", "float8 or columns"),
         "freed memory is read where a tensor is copied first",
+        "crash",
     ),
     Mutant(
         "flexpress/mask_lists.py",

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import BlockMask, cache_info, create_block_mask, create_mask, flex_attention, mods
+from flexpress.codegen.mod import tensors
 from support.block_lists import brute_force, check_lists
 from support.dense import dense_attention, positions, relative_error
 from support.devices import DEVICES
@@ -334,6 +335,14 @@ def test_equality_is_of_meaning():
     # the same lists, but other pairs inside partial blocks
     shifted = torch.where(torch.arange(100) == 29, 1, ids)
     assert documents != create_block_mask(mods.document(shifted), None, None, 100, 100, "cpu", 16)
+
+
+def test_equality_where_memory_lies_low(monkeypatch):
+    """As that of the system Pythons of Debian and Ubuntu, whose heap is below 4 GiB: an address says nothing for sure."""
+    monkeypatch.setattr(tensors, "LOWEST", 1 << 62)
+    ids = torch.arange(100) // 30
+    one, same, other = (create_block_mask(mods.document(each), None, None, 100, 100, "cpu", 16) for each in (ids, ids.clone(), ids + 1))
+    assert one == same and one != other
 
 
 def test_names_of_torch():
