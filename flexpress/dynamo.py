@@ -108,9 +108,12 @@ class CallVariable(TorchHigherOrderOperatorVariable):
                 (_, _), graph, captured = speculate_subgraph(
                     tx, mod, symbols, {}, f"{function}: {key}", source_target=self.value, set_subgraph_inputs="flatten_manual"
                 )
-            made = _from_graph(torch.fx.GraphModule(tx.output.nn_modules, graph), len(names), _name(mod), device)
+            module, examples = torch.fx.GraphModule(tx.output.nn_modules, graph), [proxy.node.meta["example_value"] for proxy in captured]
             with tx.fake_mode:
-                _check(made([proxy.node.meta["example_value"] for proxy in captured]), key)
+                made = _from_graph(module, len(names), _name(mod), device)
+                if not _takes(made, examples, key):  # numbers where there must be numbers: torch.sym_max of them, for example
+                    made = _from_graph(module, len(names), _name(mod), None)
+                    _check(made(examples), key)
         except Unsupported as reason:
             why = str(reason).strip().splitlines()[0]
             warnings.warn(f"torch.compile cannot trace the {key} of {function} ({why}): the call is a graph break", stacklevel=2)
@@ -139,23 +142,34 @@ def _floats_of_the_whole_graph() -> Iterator[None]:
         VariableBuilder.wrap_symfloat = wrap
 
 
-def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str, device: torch.device):
-    """From what a mod captures, in the order of the graph's inputs behind its symbols, to the mod."""
+def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str, device: torch.device | None):
+    """From what a mod captures, in the order of the graph's inputs behind its symbols, to the mod; floats that are open as tensors, on a
+    device if there is one."""
     made_of_numbers = module.graph.find_nodes(op="call_function", target=torch._refs.tensor)
     for node in made_of_numbers:  # what Dynamo makes of torch.tensor(number): it changes tensors in place
-        node.target = torch.tensor
+        node.target = torch.as_tensor
     if made_of_numbers:
         module.recompile()
     forward = type(module).forward
     places = [n.target for n in module.graph.nodes if n.op == "placeholder"][symbols:]
 
     def make(values):
-        captured = (number_on(device, value) if isinstance(value, torch.SymFloat) else value for value in values)
+        captured = (number_on(device, x) if device is not None and isinstance(x, torch.SymFloat) else x for x in values)
         mod = functools.partial(forward, module, **dict(zip(places, captured, strict=True)))
         mod.__name__ = name
         return mod
 
     return make
+
+
+def _takes(made, examples: list, key: str) -> bool:
+    """Is there a mod of these values, if floats among them become tensors?"""
+    if not any(isinstance(value, torch.SymFloat) for value in examples):
+        return False
+    with contextlib.suppress(Exception):
+        _check(made(examples), key)
+        return True
+    return False
 
 
 def _check(mod, key: str) -> None:

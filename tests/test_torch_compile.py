@@ -422,3 +422,28 @@ def test_a_scale_that_a_tensor_holds():
         compiled = torch.compile(lambda q, t: flex_attention(q, q, q, scale=t.item()), backend="aot_eager", fullgraph=True)
         for scale in (0.4, 0.7):
             torch.testing.assert_close(compiled(q, torch.tensor(scale)), flex_attention(q, q, q, scale=scale))
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "graphs"),
+    [
+        (lambda a: lambda s, b, h, i, j: torch.clamp(s, -a, a).abs() ** a, 2),
+        (lambda a: lambda s, b, h, i, j: s + torch.tensor(a), 2),
+        (lambda a: lambda s, b, h, i, j: torch.where((i - j) * 1.0 > a, -a, s).masked_fill(i < j, a), 2),
+        (lambda a: lambda s, b, h, i, j: s * max(a, 0.3), 4),  # of the number itself
+        (lambda a: mods.softcap(10 * a), 2),
+    ],
+    ids=["arithmetic", "made a tensor", "chosen", "a number's maximum", "of a recipe"],
+)
+def test_floats_that_a_mod_captures(score_mod, graphs):
+    q = torch.randn(1, 2, 32, 16)
+
+    def attend(q, a):
+        return flex_attention(q, q, q, score_mod(a))
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for a in (0.5, 0.25, 0.3, 0.7):
+        torch.testing.assert_close(compiled(q, a), attend(q, a))
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == graphs
