@@ -431,7 +431,7 @@ def test_a_scale_that_a_tensor_holds():
         (lambda a: lambda s, b, h, i, j: s + torch.tensor(a), 2),
         (lambda a: lambda s, b, h, i, j: torch.where((i - j) * 1.0 > a, -a, s).masked_fill(i < j, a), 2),
         (lambda a: lambda s, b, h, i, j: s * max(a, 0.3), 4),  # of the number itself
-        (lambda a: mods.softcap(10 * a), 2),
+        (lambda a: mods.softcap(a), 2),
     ],
     ids=["arithmetic", "made a tensor", "chosen", "a number's maximum", "of a recipe"],
 )
