@@ -137,7 +137,9 @@ def with_rows_beyond(lists: BlockLists, seq_lengths: tuple[int, int]) -> BlockLi
     block that is cut is partial, as in torch's lists. Nobody waits, and no kernel is launched."""
     counts, indices, q_block, kv_block = lists.kv_num_blocks, lists.kv_indices, lists.q_block, lists.kv_block
     full_counts, full_indices = lists.full_kv_num_blocks, lists.full_kv_indices
-    if not seq_lengths[0] % q_block or full_counts is None or full_indices is None:
+    cut = seq_lengths[0] % q_block
+    open_ = isinstance(cut, torch.SymInt)  # of torch's compiler and exporter: nobody asks whether it is 0
+    if full_counts is None or full_indices is None or not (open_ or cut):
         return lists
     columns = -(-seq_lengths[1] // kv_block)
     both = [_masked(n[:, :, -1], i[:, :, -1], columns) for n, i in ((counts, indices), (full_counts, full_indices))]
@@ -148,11 +150,15 @@ def with_rows_beyond(lists: BlockLists, seq_lengths: tuple[int, int]) -> BlockLi
         width = max(min(width, columns), 1)
     last = torch.cat(both, -1).sort(-1).values[..., :width]
     last = torch.where(last < columns, last, 0).unsqueeze(2)
-    wider = torch.nn.functional.pad(indices[:, :, :-1], (0, width - indices.shape[-1]))
+    wider = torch.nn.functional.pad(indices, (0, width - indices.shape[-1]))
+    moved = full_counts[:, :, -1:]
+    if open_:
+        is_cut = torch.full((), cut, dtype=torch.int32, device=indices.device) != 0  # type: ignore[arg-type]
+        last, moved = torch.where(is_cut, last, wider[:, :, -1:]), torch.where(is_cut, moved, 0)
     return BlockLists(
-        torch.cat([counts[:, :, :-1], counts[:, :, -1:] + full_counts[:, :, -1:]], 2),
-        torch.cat([wider, last], 2),
-        torch.cat([full_counts[:, :, :-1], torch.zeros_like(full_counts[:, :, -1:])], 2),
+        torch.cat([counts[:, :, :-1], counts[:, :, -1:] + moved], 2),
+        torch.cat([wider[:, :, :-1], last], 2),
+        torch.cat([full_counts[:, :, :-1], full_counts[:, :, -1:] - moved], 2),
         full_indices,
         q_block,
         kv_block,

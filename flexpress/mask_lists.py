@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -29,13 +29,12 @@ from .codegen.run.block_lists import BlockLists
 M = TypeVar("M", bound="MaskLists")
 C = TypeVar("C", bound=type)
 
-_SETTERS: dict[str, Callable] = {}
-
 
 def settable(cls: C) -> C:
     """Class decorator: the class's properties are set by its __setattr__. By themselves they are not in what torch 2.11's compiler traces:
     it keeps a value that nobody looks at."""
-    _SETTERS.update({name: member.fset for name, member in vars(cls).items() if isinstance(member, property) and member.fset is not None})
+    found = {name: member.fset for name, member in vars(cls).items() if isinstance(member, property) and member.fset is not None}
+    cls._SETTERS = {**getattr(cls, "_SETTERS", {}), **found}
     return cls
 
 
@@ -93,6 +92,7 @@ class MaskLists:
         "seq_lengths",
     )
 
+    _SETTERS: ClassVar[dict[str, Callable]]
     _seq_lengths: tuple[int, int]
     _size: tuple[int, int]
     _given: GivenLists | None
@@ -110,7 +110,7 @@ class MaskLists:
     _fixed: bool
 
     def __setattr__(self, name: str, value) -> None:
-        put = _SETTERS.get(name)
+        put = self._SETTERS.get(name)
         if put is None:
             object.__setattr__(self, name, value)
         else:

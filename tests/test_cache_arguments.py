@@ -105,7 +105,6 @@ BOTH = {
     ),
     "rows of too few sequences": ("pages", dict(cache_loc=int32(0, 1)), ValueError, r"cache_loc must be torch.int32 \(3,\)"),
     "first positions below 0": ("pages", dict(q_offset=int32(0, -1, 0)), ValueError, "sequence 1 has 1 new tokens from position -1"),
-    "first positions beyond": ("pages", dict(q_offset=int32(0, 0, 14)), ValueError, "sequence 2 has 3 new tokens from position 14"),
     "another number of entries": (
         "contiguous",
         dict(k_cache=torch.zeros(2, 16, KV_HEADS, D), v_cache=torch.zeros(2, 16, KV_HEADS, D)),
@@ -157,6 +156,7 @@ ATTEND = {
     ),
 }
 UPDATE = {
+    "first positions beyond": ("pages", dict(q_offset=int32(0, 0, 14)), ValueError, "sequence 2 has 3 new tokens from position 14"),
     "a key that requires grad": ("pages", dict(key=lambda t: t.requires_grad_()), NotImplementedError, "key requires grad, but update_"),
     "one entry twice": (
         "entries",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flexpress import BlockMask, cache_info, create_block_mask, create_mask, flex_attention, mods
 from flexpress.codegen.mod import tensors
+from flexpress.codegen.mod.bind import bind, why_every_call
 from support.block_lists import brute_force, check_lists
 from support.dense import dense_attention, positions, relative_error
 from support.devices import DEVICES
@@ -343,6 +344,13 @@ def test_equality_where_memory_lies_low(monkeypatch):
     ids = torch.arange(100) // 30
     one, same, other = (create_block_mask(mods.document(each), None, None, 100, 100, "cpu", 16) for each in (ids, ids.clone(), ids + 1))
     assert one == same and one != other
+    table = torch.randn(5, 4, requires_grad=True)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + torch.logsumexp(table[q_idx % 5] * score, 0)
+
+    bind(mod, "score")
+    assert not why_every_call(mod, "score")
 
 
 def test_names_of_torch():

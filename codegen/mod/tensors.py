@@ -255,8 +255,11 @@ def _kind(tensor: torch.Tensor) -> str | None:
         keys = torch._C._dispatch_keys(tensor.resolve_neg()).raw_repr()
         if _transform() is None and keys not in _ordinary_keys(tensor.device):
             return f"a tensor of a kind that kernels cannot read ({torch._C._dispatch_keys(tensor)}); pass .clone()"
-        if tensor.data_ptr() < LOWEST and tensor.numel() and not tensor.untyped_storage().data_ptr():
-            return "a tensor whose memory was freed (its storage was resized to 0, as FSDP does between uses); use it while it has memory"
+        with torch._C.DisableTorchFunction():  # a trace follows what is done with storages
+            if tensor.data_ptr() < LOWEST and tensor.numel() and not tensor.untyped_storage().data_ptr():
+                return (
+                    "a tensor whose memory was freed (its storage was resized to 0, as FSDP does between uses); use it while it has memory"
+                )
     return None
 
 

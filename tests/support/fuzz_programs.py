@@ -884,6 +884,8 @@ def wrong_blocks(mask, dense: torch.Tensor, size: tuple[int, int], separate: boo
     """Lists that kernels walk for a BlockMask, both ways, that do not say what its dense picture does."""
     truth = true_status(dense, size)
     rows, columns = truth.shape[-2:]
+    if mask._partial_where_cut and mask.shape[-2] % size[0]:  # mask_mod is asked there, as what it captures may change
+        truth = torch.cat([truth[..., :-1, :], truth[..., -1:, :].clamp(max=1)], -2)
     made = {"kv": (mask.as_lists(), columns, truth), "q": (mask.as_transposed_lists(), rows, truth.transpose(-1, -2))}
     wrong = []
     for axis, (lists, width, status) in made.items():
