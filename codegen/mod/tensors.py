@@ -257,9 +257,7 @@ def _kind(tensor: torch.Tensor) -> str | None:
             return f"a tensor of a kind that kernels cannot read ({torch._C._dispatch_keys(tensor)}); pass .clone()"
         with torch._C.DisableTorchFunction():  # a trace follows what is done with storages
             if tensor.data_ptr() < LOWEST and tensor.numel() and not tensor.untyped_storage().data_ptr():
-                return (
-                    "a tensor whose memory was freed (its storage was resized to 0, as FSDP does between uses); use it while it has memory"
-                )
+                return "a tensor whose memory was freed (its storage was resized to 0, as FSDP does); use it while it has memory"
     return None
 
 
