@@ -102,8 +102,10 @@ def _table(positions: Places, device) -> torch.Tensor:
 
 def _among(old: Places, new: Places) -> Places:
     """The `new` ones of `old` places."""
-    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
-        return take(_table(old, new.device if isinstance(new, torch.Tensor) else None), 0, new)
+    if isinstance(old, torch.Tensor):
+        return take(old, 0, new)
+    if isinstance(new, torch.Tensor):
+        return take(_table(old, new.device), 0, new)
     return [old[i] for i in new]
 
 
