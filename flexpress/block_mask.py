@@ -171,8 +171,8 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         made = self._made(self._whole_lengths, lists, mask_mod, leading=self._leading, selection=selection, **facts)
         made.seq_lengths = self.seq_lengths
         made._written = {name: change(table) for name, table in self._written.items()}
-        made.dq_write_order, made.dq_write_order_full = change(self.dq_write_order), change(self.dq_write_order_full)
-        made.dq_kv_order, made.dq_kv_order_spt = change(self.dq_kv_order), self.dq_kv_order_spt
+        for name in ORDERS:
+            setattr(made, name, change(getattr(self, name)))
         return made
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> BlockMask:

@@ -61,6 +61,17 @@ def check_still_there(name: str, tensor) -> None:
             check_kind(name, tensor)
 
 
+def check_all_there(name: str, given: tuple) -> None:
+    """`check_still_there` for the arguments of a call with tokens of that name."""
+    try:
+        missing = any([t.data_ptr() < LOWEST for t in given if t.__class__ in ORDINARY])
+    except RuntimeError:  # one has no address
+        missing = True
+    if missing:
+        for what, tensor in zip((name, "k_cache", "v_cache", *CacheTables._fields, *_OTHERS[name]), given, strict=False):
+            check_still_there(what, tensor)
+
+
 def check_entries(k_cache: torch.Tensor, batch: int) -> None:
     """An entry for each sequence, where no table says which one."""
     if k_cache.shape[0] != batch:
@@ -114,9 +125,7 @@ def check_batch(
         if forms is not None:
             _passed[forms] = contiguous
     else:
-        named = (name, "k_cache", "v_cache", *CacheTables._fields, *_OTHERS[name])
-        for what, tensor in zip(named, (tokens, k_cache, v_cache, *tables, *others), strict=False):
-            check_still_there(what, tensor)
+        check_all_there(name, (tokens, k_cache, v_cache, *tables, *others))
     if not contiguous:  # kernels read contiguous rows
         tables = CacheTables(*(t if _has_contiguous_rows(t) else t.contiguous() for t in tables))
     kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale = tables

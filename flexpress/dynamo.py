@@ -110,16 +110,16 @@ class CallVariable(TorchHigherOrderOperatorVariable):
                 )
             module, examples = torch.fx.GraphModule(tx.output.nn_modules, graph), [proxy.node.meta["example_value"] for proxy in captured]
             with tx.fake_mode:
-                made = _from_graph(module, len(names), _name(mod), device)
-                if not _takes(made, examples, key):  # numbers where there must be numbers: torch.sym_max of them, for example
-                    made = _from_graph(module, len(names), _name(mod), None)
-                    _check(made(examples), key)
+                made = _from_graph(module, len(names), _name(mod))
+                if not _takes_tensors(made, examples, device, key):  # numbers where there must be numbers: torch.sym_max, for example
+                    device = None
+                    _check(made(examples, None), key)
         except Unsupported as reason:
             why = str(reason).strip().splitlines()[0]
             warnings.warn(f"torch.compile cannot trace the {key} of {function} ({why}): the call is a graph break", stacklevel=2)
             raise
         found = [inputs.input(proxy) for proxy in captured]
-        return lambda values: made([get(values) for get in found])
+        return lambda values: made([get(values) for get in found], device)
 
 
 @contextlib.contextmanager
@@ -142,9 +142,9 @@ def _floats_of_the_whole_graph() -> Iterator[None]:
         VariableBuilder.wrap_symfloat = wrap
 
 
-def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str, device: torch.device | None):
-    """From what a mod captures, in the order of the graph's inputs behind its symbols, to the mod; floats that are open as tensors, on a
-    device if there is one."""
+def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
+    """From what a mod captures, in the order of the graph's inputs behind its symbols, to the mod. With a device, floats that are open
+    become tensors there."""
     made_of_numbers = module.graph.find_nodes(op="call_function", target=torch._refs.tensor)
     for node in made_of_numbers:  # what Dynamo makes of torch.tensor(number): it changes tensors in place
         node.target = torch.as_tensor
@@ -153,7 +153,7 @@ def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str, device: t
     forward = type(module).forward
     places = [n.target for n in module.graph.nodes if n.op == "placeholder"][symbols:]
 
-    def make(values):
+    def make(values, device):
         captured = (number_on(device, x) if device is not None and isinstance(x, torch.SymFloat) else x for x in values)
         mod = functools.partial(forward, module, **dict(zip(places, captured, strict=True)))
         mod.__name__ = name
@@ -162,12 +162,12 @@ def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str, device: t
     return make
 
 
-def _takes(made, examples: list, key: str) -> bool:
-    """Is there a mod of these values, if floats among them become tensors?"""
+def _takes_tensors(made, examples: list, device: torch.device, key: str) -> bool:
+    """Are there floats that are open among these values, and a mod if they become tensors?"""
     if not any(isinstance(value, torch.SymFloat) for value in examples):
         return False
     with contextlib.suppress(Exception):
-        _check(made(examples), key)
+        _check(made(examples, device), key)
         return True
     return False
 

@@ -21,15 +21,15 @@ from .codegen.mod.graph_text import text_of
 from .codegen.mod.tensors import check_surroundings, read_captured, recording
 from .codegen.mod.wide import in_wide_integers
 from .codegen.run import masks
-from .codegen.run.block_lists import BlockLists, lists_of
+from .codegen.run.block_lists import lists_of
+from .codegen.run.meanwhile import is_capturing
 
 
 def _closed(tables, given: dict) -> BlockMask:
     """The mask of these tables, for create_block_mask's arguments; torch's compiler traces this."""
     mask_mod, size = given["mask_mod"], given["BLOCK_SIZE"]
     q_block, kv_block = size if isinstance(size, (tuple, list)) else (size, size)
-    full = tables[2:] if len(tables) > 2 else (None, None)
-    lists = BlockLists(tables[0], tables[1], full[0], full[1], q_block, kv_block, True)
+    lists = lists_of(tables, q_block, kv_block, interior=True)
     return BlockMask._made((given["Q_LEN"], given["KV_LEN"]), lists, mask_mod, agrees=True)
 
 
@@ -89,7 +89,7 @@ def create_block_mask(
     device = resolve_device(device)
     bound = in_wide_integers(bind(mask_mod, "mask", device), extents)
     read_captured(bound, device, "mask_mod")
-    if capacity is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capacity is None and is_capturing(device):
         capacity = -(-extents[3] // size[1])  # nobody can wait
     lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
     return BlockMask._made(extents[2:], lists_of(lists, *size, interior=True), mask_mod, agrees=True, fixed=not bound[1])

@@ -173,7 +173,7 @@ class MaskLists:
     @property
     def _partial_where_cut(self) -> bool:
         """Are full blocks that Q_LEN cuts to be partial for kernels, too? mask_mod may say otherwise of them now: as in torch's lists."""
-        return self._cuts and not (self._agrees and self._fixed and not self._replaced)
+        return self._cuts and not (self._decided and self._fixed)
 
     def is_as_made(self, size: tuple[int, int], lengths: tuple[int, int]) -> bool:
         """Would lists that are made of mask_mod now, for such blocks and lengths, be the mask's own?"""

@@ -10,6 +10,7 @@ import torch
 from flexpress.block_lists import without_values
 
 from .codegen.mod.capture import name_of, plain
+from .codegen.run.meanwhile import is_capturing
 
 Places = Sequence[int] | torch.Tensor  # a tensor of int64 where nobody can wait for its values
 
@@ -145,7 +146,7 @@ def selected(index, extent: int, name: str) -> Places:
             if len(index) != extent:
                 raise IndexError(f"the {name} index has {len(index)} bools for {extent} entries")
             index = index.nonzero().flatten()
-        if without_values() or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if without_values() or is_capturing(index.device):
             places = index.reshape(-1).long()
             return torch.where(places < 0, places + extent, places)
         index = index.tolist()

@@ -568,8 +568,8 @@ PAGES = [
     ),
     Mutant(
         "flexpress/mask_lists.py",
-        "return self._cuts and not (self._agrees and self._fixed and not self._replaced)",
-        "return self._cuts and not (self._agrees and not self._replaced)",
+        "return self._cuts and not (self._decided and self._fixed)",
+        "return self._cuts and not self._decided",
         named("masks_as_torchs", "captures_may_change"),
         "blocks that a length cuts stay full whatever mask_mod captures since",
     ),
