@@ -9,6 +9,7 @@ from flexpress import checks
 from flexpress.block_lists import leave_out_entries, transposed_lists
 from flexpress.block_mask import BlockMask
 from flexpress.foreign_masks import adopt, is_foreign_mask
+from flexpress.mask_lists import ListedMask
 from flexpress.packed_blocks import starts_of
 
 from .codegen.mod.tensors import is_unseen
@@ -20,6 +21,7 @@ from .codegen.run.block_lists import BlockLists
 from .codegen.run.call import Inputs
 from .codegen.run.masks import automatic_lists, visits
 
+_OURS = BlockMask, ListedMask
 _inputs: dict[tuple, Inputs] = Table("checked inputs", 4096)
 _latest: dict[str, Inputs] = Table("latest inputs", 1)
 
@@ -74,9 +76,9 @@ def checked(query, key, value, enable_gqa: bool) -> Inputs | None:
 
 def read_mask(block_mask, query, key, inputs: Inputs, options: Options) -> tuple[BlockLists, Callable[[tuple], BlockLists], Callable]:
     """The lists of a BlockMask, ours or torch's, what makes the transposed ones of the bound mask_mod, and the mask_mod; all checked."""
-    if not isinstance(block_mask, BlockMask) and is_foreign_mask(block_mask):
+    if not isinstance(block_mask, _OURS) and is_foreign_mask(block_mask):
         block_mask = adopt(block_mask, (query.shape[2], key.shape[2]))
-    if not isinstance(block_mask, BlockMask):
+    if not isinstance(block_mask, _OURS):
         if callable(block_mask):
             raise TypeError(
                 "block_mask is a function; pass it as mask_mod=, or make a BlockMask of it with create_block_mask(mask_mod, B, "
@@ -86,12 +88,13 @@ def read_mask(block_mask, query, key, inputs: Inputs, options: Options) -> tuple
     lists, mask_mod = block_mask.for_kernels()
     if block_mask.mask_mod is None:
         raise TypeError("block_mask.mask_mod is None; set it to a function, or to noop_mask, which hides nothing in the listed blocks")
-    if (inputs, options) not in lists.fitting:  # lists of other lengths are others
+    fitting, asked = lists.looks.fitting, (inputs, options, block_mask.seq_lengths)
+    if asked not in fitting:
         checks.check_mask_fits(lists, block_mask.seq_lengths, query, key, block_mask.shape)
         checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
-        if len(lists.fitting) >= 1024:
-            lists.fitting.clear()
-        lists.fitting.add((inputs, options))
+        if len(fitting) >= 1024:
+            fitting.clear()
+        fitting.add(asked)
     return lists, lambda _, begins=False: None if begins else transposed_lists(lists, inputs.extents[3]), mask_mod
 
 
@@ -101,7 +104,7 @@ def tells_entries_apart(mask: Bound, lists: BlockLists, inputs: Inputs, block_ma
     symbols = mask[0].symbols
     if "b" not in symbols and "h" not in symbols:
         return False
-    return isinstance(block_mask, BlockMask) and block_mask._decided and leave_out_entries(lists, symbols, inputs.extents[:2])
+    return isinstance(block_mask, _OURS) and block_mask._decided and leave_out_entries(lists, symbols, inputs.extents[:2])
 
 
 def block_size(options: Options) -> tuple[int, int]:
@@ -118,13 +121,18 @@ def lists_of_call(inputs: Inputs, options: Options, packed: tuple | None, narrow
     return partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
 
 
+def is_as_made(block_mask, size: tuple[int, int], lengths: tuple[int, int]) -> bool:
+    """Would lists that are made of its mask_mod now, for such blocks and lengths, be the block mask's own?"""
+    return isinstance(block_mask, _OURS) and block_mask._decided and (block_mask._size, block_mask.seq_lengths) == (size, lengths)
+
+
 def is_narrow(mask: Bound, inputs: Inputs, options: Options, block_mask=None) -> bool:
     """Is a call faster with blocks of NARROW_BLOCK, and free to have them? A `block_mask` must be one of BLOCK that its mask_mod alone
     decides, and no tile or kernel may be named."""
     if not inputs.narrow_limit or options.tile or options.backend:
         return False
     lengths = inputs.extents[2:]
-    if block_mask is not None and not (isinstance(block_mask, BlockMask) and block_mask.is_as_made((BLOCK, BLOCK), lengths)):
+    if block_mask is not None and not is_as_made(block_mask, (BLOCK, BLOCK), lengths):
         return False
     found = visits(mask, lengths, BLOCK)
     return found is not None and 0 < found <= inputs.narrow_limit

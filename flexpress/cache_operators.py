@@ -15,7 +15,7 @@ from flexpress.cached_arguments import problem_of
 from flexpress.cached_probabilities import look_at_cache
 from flexpress.custom_ops import fake_of, operator_of_mods
 from flexpress.float8 import output_dtype
-from flexpress.programs import Captures, on_device, read_program
+from flexpress.programs import Captures, read_program
 
 from .codegen.device.counters import nothing_kept
 from .codegen.run.layouts import traced_like
@@ -55,7 +55,7 @@ def cached_attention(
 def _arguments(query, k_cache, v_cache, tables: CacheTables, captures: Captures, scale: float, program: str, sinks, q_scale) -> dict:
     """Those of flexpress.cached_attention by name."""
     asked = read_program(program)
-    score, mask = asked.mods(captures._replace(tensors=on_device(query.device, captures.tensors)))
+    score, mask = asked.mods(captures, query.device)
     given = {"query": query, "k_cache": k_cache, "v_cache": v_cache, **tables._asdict(), "scale": scale, "sinks": sinks}
     return {**given, "score_mod": score, "mask_mod": mask, "q_scale": q_scale, "out_dtype": asked.out_dtype}
 

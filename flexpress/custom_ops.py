@@ -1,4 +1,5 @@
-"""How operators of torch.library are made: their lists, and fake implementations of those whose arguments users give themselves."""
+"""How operators of torch.library are made: on the shortest way to their functions, with lists that may be empty, and with fake
+implementations for arguments that users give themselves."""
 
 from __future__ import annotations
 
@@ -7,19 +8,65 @@ import re
 from collections.abc import Callable
 
 import torch
+from torch.autograd.graph import increment_version
 
 from flexpress.versions import torch_writes_operators
+
+from .codegen.compiling import runs_uncompiled
+
+try:
+    from torch._C import _after_ADInplaceOrView_keyset, _any_requires_grad, _AutoDispatchBelowAutograd
+    from torch._library.autograd import make_autograd_impl
+except ImportError:  # a torch that has other names for them: calls go all the way
+    make_autograd_impl = None
 
 _MAY_BE_EMPTY = re.compile(r"\[\] (?=(tensors|ints|floats|lists|starts|wanted)\b)")
 
 
-def operator_of_mods(name: str) -> Callable:
-    """As torch.library.custom_op, where what mods capture and a mask's lists may be None: that is what AOTInductor and torch's C++ wrapper
-    make of an empty list."""
+_DEVICES = "CPU", "CUDA"
+
+
+def operator(name: str, mutates_args: tuple[str, ...] = (), **more) -> Callable[[Callable], Callable]:
+    """Decorator, as torch.library.custom_op, for operators in the namespace flexpress."""
+
+    def register(function: Callable):
+        made = torch.library.custom_op(f"flexpress::{name}", function, mutates_args=mutates_args, **more)
+        if make_autograd_impl is not None:
+            _shorten(made, function)
+        return made
+
+    return register
+
+
+def _shorten(made, function: Callable) -> None:
+    """Have calls of plain tensors, whose gradients nobody wants, run the function at once. Torch's own way there is four functions in
+    Python, which in a compiled model take longer than what the function does for a kernel's launch."""
+    whole, arguments = make_autograd_impl(made._opoverload, made), made._opoverload._schema.arguments
+    mutated = [i for i, argument in enumerate(arguments) if argument.alias_info is not None and argument.alias_info.is_write]
+    backends = {getattr(torch._C.DispatchKey, device) for device in _DEVICES}
+
+    @runs_uncompiled
+    def short(keyset, *args):
+        followed = (keyset & _after_ADInplaceOrView_keyset).highestPriorityTypeId() not in backends  # by a mode, or a class of tensors
+        if followed or (torch.is_grad_enabled() and _any_requires_grad(*args)):
+            return whole(keyset, *args)
+        for i in mutated:
+            increment_version(args[i])
+        with _AutoDispatchBelowAutograd():
+            return function(*args)
+
+    for device in _DEVICES:
+        made._lib.impl(made._name, short, f"Autograd{device}", with_keyset=True)
+        made._lib.impl(made._name, runs_uncompiled(function), device)  # of tensors of inference mode
+
+
+def operator_of_mods(name: str) -> Callable[[Callable], Callable]:
+    """As `operator`, where what mods capture and a mask's lists may be None: that is what AOTInductor and torch's C++ wrapper make of an
+    empty list."""
 
     def register(function: Callable):
         if not torch_writes_operators():
-            return torch.library.custom_op(f"flexpress::{name}", function, mutates_args=())
+            return operator(name)(function)
         schema = torch.library.infer_schema(function, mutates_args=())
         places = [i for i, parameter in enumerate(schema.split(",")) if _MAY_BE_EMPTY.search(parameter)]
 
@@ -30,7 +77,7 @@ def operator_of_mods(name: str) -> Callable:
                 found[place] = [] if found[place] is None else found[place]
             return function(*found)
 
-        return torch.library.custom_op(f"flexpress::{name}", with_lists, mutates_args=(), schema=_MAY_BE_EMPTY.sub("[]? ", schema))
+        return operator(name, schema=_MAY_BE_EMPTY.sub("[]? ", schema))(with_lists)
 
     return register
 

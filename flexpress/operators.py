@@ -19,13 +19,15 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from flexpress.autograd import ONCE
+from flexpress.block_lists import walked_in_every_length
 from flexpress.block_mask import BlockMask
 from flexpress.call import bound
 from flexpress.custom_ops import operator_of_mods
 from flexpress.dropout import Dropout
 from flexpress.float8 import output_dtype, quantised
+from flexpress.mask_lists import ListedMask
 from flexpress.mask_mods import noop_mask
-from flexpress.programs import Captures, Program, on_device, read_graph_once, read_program
+from flexpress.programs import Captures, Program, read_graph_once, read_program
 
 from .codegen.device.counters import nothing_kept
 from .codegen.plan.extras import backward_needs_sinks
@@ -50,15 +52,20 @@ def call_of(
     scales=(None, None, None),
 ) -> Bound:
     """The call that an operator was given."""
-    lists, starts = ([t.contiguous() for t in given] for given in (lists, starts))  # hooks of saved tensors may have laid them out anew
-    score, mask = program.mods(captures._replace(tensors=on_device(query.device, captures.tensors)))
+    lists, starts = [t.contiguous() for t in lists], [t.contiguous() for t in starts]  # hooks of saved tensors may lay them out anew
+    score, mask = program.mods(captures, query.device)
     block_mask = None
     if program.lists:
         q_block, kv_block, interior, decided = program.lists
+        own, transposed = _halves(lists) if program.transposed else (lists, None)
+        made, size, lengths = lists_of(own, q_block, kv_block, interior), (q_block, kv_block), (query.shape[2], key.shape[2])
+        if transposed:
+            made.transposed[lengths[1]] = lists_of(transposed, q_block, kv_block, interior)
         mask = mask or noop_mask
-        made, *transposed = (lists_of(part, q_block, kv_block, interior) for part in _halves(lists, program.transposed))
-        made.transposed.update((key.shape[2], t) for t in transposed)
-        block_mask = BlockMask._made((query.shape[2], key.shape[2]), made, mask, agrees=decided)
+        if walked_in_every_length(size):
+            block_mask = ListedMask(lengths, made, mask, decided)
+        else:
+            block_mask = BlockMask._made(lengths, made, mask, agrees=decided, cuts=False)  # what is cut is partial already
         mask = None
     packed = (starts[0], starts[-1]) if starts else None
     return bound(
@@ -78,10 +85,10 @@ def call_of(
     )
 
 
-def _halves(lists: list, both: bool) -> list[list]:
-    """A mask's tables, and the transposed ones if there are both."""
+def _halves(lists: list) -> tuple[list, list]:
+    """A mask's tables, and the transposed ones behind them."""
     half = len(lists) // 2
-    return [lists[:half], lists[half:]] if both else [lists]
+    return lists[:half], lists[half:]
 
 
 @operator_of_mods("flex_attention")

@@ -81,12 +81,13 @@ class Program:
         parts = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return argument_of("{" + ",".join(f'"{k}":{v if k in _TEXTS else _compact(v)}' for k, v in parts.items()) + "}")
 
-    def mods(self, captures: Captures) -> tuple[GraphMod | None, GraphMod | None]:
-        """score_mod and mask_mod, which capture these."""
-        score, mask = (None if text is None else read_graph_once(text) for text in (self.score, self.mask))
-        found, left = [], tuple(map(iter, captures))
-        for graph in (score, mask):
-            found.append(None if graph is None else GraphMod(*bound_graph(graph, *left)))
+    def mods(self, captures: Captures, device: torch.device) -> tuple[GraphMod | None, GraphMod | None]:
+        """score_mod and mask_mod, which capture these, for a call on a device."""
+        if self.score is self.mask is None:
+            return None, None
+        found, left = [], (iter(on_device(device, captures.tensors)), iter(captures.ints), iter(captures.floats))
+        for text in (self.score, self.mask):
+            found.append(None if text is None else GraphMod(*bound_graph(read_graph_once(text), *left)))
         return tuple(found)
 
 
@@ -137,5 +138,7 @@ def on_device(device: torch.device, tensors: list[torch.Tensor]) -> list[torch.T
 
 def bound_graph(graph: ModGraph, tensors, ints, floats) -> tuple[ModGraph, list]:
     """A graph with what of those is its own, in its order."""
+    if not graph.tensors and not graph.scalars:
+        return graph, []
     numbers = [next(floats) if s.kind is float else s.kind(next(ints)) for s in graph.scalars]
     return with_fitting_numbers(graph, [*(next(tensors) for _ in graph.tensors), *numbers])

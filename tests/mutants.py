@@ -1935,6 +1935,27 @@ VARIOUS = [
         "an operator returns memory that nobody wrote",
     ),
     Mutant(
+        "flexpress/custom_ops.py",
+        "            increment_version(args[i])",
+        "            pass",
+        named("short_ways", "caches_writes"),
+        "autograd does not know of an operator's writes",
+    ),
+    Mutant(
+        "flexpress/custom_ops.py",
+        "if followed or (torch",
+        "if (torch",
+        named("short_ways", "which_way or walked"),
+        "a mode does not see what is below an operator",
+    ),
+    Mutant(
+        "flexpress/operators.py",
+        "if walked_in_every_length(size):",
+        "if True:",
+        named("short_ways", "cannot_walk"),
+        "kernels walk blocks that no tile divides",
+    ),
+    Mutant(
         "codegen/device/cpp_compiler.py",
         "if isinstance(why, CompilerStopped):",
         "if False:",

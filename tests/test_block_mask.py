@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.nn.attention.flex_attention import flex_attention as torch_attention
 
 from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, flex_attention, mods, noop_mask, or_masks
+from flexpress.arguments import is_as_made
 from flexpress.sequences import SequenceInfo
 from support.block_lists import brute_force, check_bounds, check_lists
 from support.dense import dense_attention, positions, relative_error
@@ -252,7 +253,7 @@ def test_greater_seq_lengths(device, size):
     seen[:90, :listed], seen[90:, :3] = True, True
     assert torch.equal(out[0, 0] > 0, seen)
     mask.seq_lengths = (90, 120)
-    assert mask.to_dense().all() and mask.is_as_made(mask.BLOCK_SIZE, (90, 120))
+    assert mask.to_dense().all() and is_as_made(mask, mask.BLOCK_SIZE, (90, 120))
     mask.seq_lengths = (90 + 2 * size, 120)
     with pytest.raises(ValueError, match="rows of blocks"):
         flex_attention(q[:, :, : 90 + 2 * size], k[:, :, :120], k[:, :, :120], block_mask=mask)

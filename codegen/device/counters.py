@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 
 import torch
 
@@ -22,15 +21,17 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@contextlib.contextmanager
-def nothing_kept() -> Iterator[None]:
+class nothing_kept:  # noqa: N801  # a context manager, without a generator's time
     """In here no memory is kept for later calls: of what runs an operator, torch's compiler takes what is allocated on a stream of its own
     for part of a CUDA graph."""
-    before, _thread.keeps = _thread.keeps, False
-    try:
-        yield
-    finally:
-        _thread.keeps = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before, _thread.keeps = _thread.keeps, False
+
+    def __exit__(self, *_: object) -> None:
+        _thread.keeps = self._before
 
 
 def may_keep(stream: int) -> bool:

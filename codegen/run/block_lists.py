@@ -13,6 +13,7 @@ from ..device.memory import META
 from ..device.streams import MadeOn
 from ..mod.expr import INDEX_BOUND
 from ..plan.forward import Blocks, list_numbers, list_tables
+from ..registry import remembered
 
 
 class Shifts(NamedTuple):
@@ -31,6 +32,32 @@ class Shifts(NamedTuple):
         """int32 (length,) Where the rows of the "q" or the "kv" tensor are."""
         local = torch.arange(length, dtype=torch.int32, device=self.q.device)
         return local + block * getattr(self, axis)[local // block]
+
+
+class Looks:
+    """What is the same for all lists with tables of the same shapes, in the same blocks, on one device.
+
+    sizes      strides of batch and head (in rows; 0 for a mask that all share), widths of the index lists, and, with `starts`, their rows
+    structure  what a launch depends on beside addresses
+    blocks     what of the lists changes a kernel
+    fitting    Inputs, with Options and the lengths of a mask, that were found to fit
+    """
+
+    __slots__ = ("blocks", "fitting", "sizes", "structure")
+
+    def __init__(
+        self, shape: tuple, full_width: int | None, size: tuple[int, int], interior: bool, starts: bool, reach: tuple, _: torch.device
+    ) -> None:
+        Zm, Hm, rows, width = shape
+        has_full, far = full_width is not None, max(reach, default=0) > INDEX_BOUND
+        widths = [width, full_width] if full_width is not None else [width]
+        self.sizes = [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, *widths, *([rows] if starts else [])]
+        self.structure = has_full, *size, interior, starts, *reach, *self.sizes
+        self.blocks = Blocks(has_full, *size, interior, starts, bool(reach), far)
+        self.fitting: set = set()
+
+
+_looks = remembered("looks of block lists", 4096)(Looks)
 
 
 @dataclass(frozen=True)
@@ -69,11 +96,6 @@ class BlockLists:
         return *self.counts_and_indices, *(() if self.starts is None else (self.starts,)), *(self.shifts or ())[:2]
 
     @functools.cached_property
-    def fitting(self) -> set:
-        """Inputs, with Options, that were found to fit these lists."""
-        return set()
-
-    @functools.cached_property
     def transposed(self) -> dict[int, BlockLists]:
         """The transposed lists, by KV_LEN, where they were made."""
         return {}
@@ -91,17 +113,21 @@ class BlockLists:
         return self
 
     @functools.cached_property
+    def looks(self) -> Looks:
+        """What is the same for all lists that look as these do."""
+        indices, full, reach = self.kv_indices, self.full_kv_indices, () if self.shifts is None else self.shifts[2:]
+        width, starts = None if full is None else full.shape[3], self.starts is not None
+        return _looks(indices.shape, width, (self.q_block, self.kv_block), self.interior, starts, reach, indices.device)
+
+    @property
     def structure(self) -> tuple:
         """What a launch depends on beside addresses."""
-        known = self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is None
-        return *known, *(self.shifts or ())[2:], *self._sizes
+        return self.looks.structure
 
-    @functools.cached_property
+    @property
     def blocks(self) -> Blocks:
         """What of the lists changes a kernel."""
-        shifts, has_full = self.shifts, self.full_kv_indices is not None
-        far = shifts is not None and max(shifts.q_len, shifts.kv_len) > INDEX_BOUND
-        return Blocks(has_full, self.q_block, self.kv_block, self.interior, self.starts is not None, shifts is not None, far)
+        return self.looks.blocks
 
     @property
     def by_head(self) -> bool:
@@ -124,14 +150,7 @@ class BlockLists:
 
     def numbers(self, axis: str = "kv") -> dict[str, int]:
         """The numbers that go with them by the names of parameters."""
-        return dict(zip(list_numbers(self.blocks, axis), self._sizes, strict=True))
-
-    @functools.cached_property
-    def _sizes(self) -> list[int]:
-        """Strides of batch and head (in rows; 0 for a mask that all share), widths of the index lists, and, with `starts`, their rows."""
-        Zm, Hm, rows, _ = self.kv_indices.shape
-        widths = [t.shape[-1] for t in (self.kv_indices, self.full_kv_indices) if t is not None]
-        return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, *widths, *([] if self.starts is None else [rows])]
+        return dict(zip(list_numbers(self.blocks, axis), self.looks.sizes, strict=True))
 
 
 def lists_of(tables: Sequence[torch.Tensor], q_block: int, kv_block: int, interior: bool) -> BlockLists:

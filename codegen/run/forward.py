@@ -76,7 +76,7 @@ def forward(
     k_at, v_at, q_at = k.data_ptr(), v.data_ptr(), q.data_ptr()
     beside = (k_at | v_at | q_at) % 16 and ((k_at | v_at) % 16, q_at % 16)  # 0 for what TMA can load
     known = output_max, output_rows, extras and (extras.structure, extras.numbers), are_aligned(score)
-    key = (inputs, beside, k_at == v_at, scale, score_key, mask_key, lists and lists.structure, options, *known)
+    key = (inputs, beside, k_at == v_at, scale, score_key, mask_key, lists and lists.looks.structure, options, *known)
     ready = _ready.get(key)
     if ready is not None and k_at >= LOWEST and v_at >= LOWEST and q_at >= LOWEST:
         INFO.hits += 1

@@ -1,0 +1,145 @@
+"""Operators on the short way to their functions (custom_ops.py): with the same results and effects as on torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexpress import create_block_mask, custom_ops, flex_attention, mask_lists, mods, update_cache
+from support.devices import DEVICES
+
+OPS = torch.ops.flexpress
+
+
+class Seen(TorchDispatchMode):
+    """Keeps flexpress's operators that it sees, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "flexpress":
+            self.calls.append((function, args))
+        return function(*args, **(kwargs or {}))
+
+
+def recorded(call) -> tuple:
+    """The operator, and its arguments, of a call."""
+    with torch.no_grad(), Seen() as seen:
+        call()
+    (found,) = seen.calls
+    return found
+
+
+def tensors(device, length=70):
+    torch.manual_seed(0)
+    return [torch.randn(1, 2, length, 16, device=device) for _ in range(3)]
+
+
+def attention(device):
+    q, k, v = tensors(device)
+    slopes = torch.tensor([0.3, 0.1], device=device)
+    mask = create_block_mask(mods.causal, None, None, 70, 70, device)
+    return recorded(lambda: flex_attention(q, k, v, mods.alibi(slopes), mask))
+
+
+@pytest.fixture
+def whole_ways(monkeypatch):
+    """How often torch's own way was gone, by operators' names, of those registered since."""
+    counts: dict[str, int] = {}
+    ordinary = custom_ops.make_autograd_impl
+
+    def counted(overload, made):
+        whole = ordinary(overload, made)
+
+        def run(*args):
+            counts[overload._opname] = counts.get(overload._opname, 0) + 1
+            return whole(*args)
+
+        return run
+
+    monkeypatch.setattr(custom_ops, "make_autograd_impl", counted)
+    return counts
+
+
+def doubled(x: torch.Tensor, others: list[torch.Tensor], factor: float = 2.0) -> torch.Tensor:
+    return x * factor
+
+
+def filled(x: torch.Tensor, value: float) -> None:
+    x.fill_(value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_who_goes_which_way(device, whole_ways):
+    made = custom_ops.operator("doubled_in_a_test")(doubled)
+    made.register_fake(lambda x, others, factor=2.0: torch.empty_like(x))
+    made.register_autograd(lambda ctx, g: (g * 2.0, [], None)[: len(ctx.needs_input_grad)])
+    run, x = OPS.doubled_in_a_test, torch.ones(3, device=device)
+    assert run(x, [], 3.0).tolist() == [3.0] * 3 and run(x, [x]).tolist() == [2.0] * 3
+    with torch.inference_mode():
+        assert run(torch.ones(2, device=device), []).tolist() == [2.0] * 2
+    assert not whole_ways
+    learned = x.clone().requires_grad_()
+    with torch.no_grad():
+        assert not run(learned, []).requires_grad
+    assert not whole_ways
+    (gradient,) = torch.autograd.grad(run(learned, []).sum(), learned)
+    assert gradient.tolist() == [2.0] * 3 and whole_ways.pop("doubled_in_a_test") == 1
+    with Seen() as seen:
+        assert run(x, []).tolist() == [2.0] * 3
+    assert len(seen.calls) == 1 and whole_ways.pop("doubled_in_a_test") >= 1
+    assert run(x.to("meta"), []).shape == (3,)
+    turned = torch.ones(3, dtype=torch.complex64, device=device).conj()  # what is conjugate only as a view is so for the function
+    assert run(turned, []).tolist() == [2.0] * 3
+    assert torch.func.vmap(lambda t: t.sum())(x.expand(2, 3)).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_writes_are_counted(device, whole_ways):
+    custom_ops.operator("filled_in_a_test", ("x",))(filled)
+    x = torch.zeros(3, device=device)
+    before = x._version
+    OPS.filled_in_a_test(x, 2.0)
+    assert x.tolist() == [2.0] * 3 and x._version > before and not whole_ways
+    kept = torch.zeros(3, device=device, requires_grad=True)
+    y = (kept * x).sum()  # keeps x
+    OPS.filled_in_a_test(x, 3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():
+        z = torch.zeros(3, device=device)
+        OPS.filled_in_a_test(z, 2.0)
+        assert z.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_caches_writes_are_counted(device):
+    key, cache = torch.randn(2, 2, 1, 16, device=device), [torch.zeros(2, 8, 2, 16, device=device) for _ in range(2)]
+    kv_len = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    call, given = recorded(lambda: update_cache(key, key, *cache, kv_len))
+    before = [t._version for t in cache]
+    call(*given)
+    assert all(t._version > n for t, n in zip(cache, before, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lists_of_an_operator_are_walked_as_they_are(device, monkeypatch):
+    """Q_LEN cuts the last block: what was full in it is partial already, and nothing is made anew at each call."""
+    call, given = attention(device)
+    expected = call(*given)
+    monkeypatch.setattr(mask_lists, "with_rows_beyond", lambda *_: pytest.fail("made anew"))
+    monkeypatch.setattr(mask_lists, "regridded", lambda *_: pytest.fail("made anew"))
+    for found, other in zip(call(*given), expected, strict=True):
+        assert torch.equal(found, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [8, 1024])
+def test_lists_of_an_operator_that_kernels_cannot_walk(size, device):
+    q, k, v = tensors(device)
+    mask = create_block_mask(mods.causal, None, None, 70, 70, device, BLOCK_SIZE=size)
+    call, given = recorded(lambda: flex_attention(q, k, v, block_mask=mask))
+    assert torch.equal(call(*given)[0], flex_attention(q, k, v, block_mask=mask))
