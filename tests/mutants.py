@@ -972,8 +972,8 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/block_lists.py",
-        "return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0,",
-        "return [Hm * rows if Zm > 1 else 0, rows,",
+        "self.sizes = [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0,",
+        "self.sizes = [Hm * rows if Zm > 1 else 0, rows,",
         named("mask_mod", "marking_every or the_call_makes"),
         "a mask that all heads share is read as if each had its own",
         "crash",
@@ -1938,7 +1938,7 @@ VARIOUS = [
         "flexpress/custom_ops.py",
         "            increment_version(args[i])",
         "            pass",
-        named("short_ways", "caches_writes"),
+        named("short_ways", "writes_are_counted"),
         "autograd does not know of an operator's writes",
     ),
     Mutant(
