@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 from torch.autograd.graph import increment_version
@@ -70,12 +71,13 @@ def operator_of_mods(name: str) -> Callable[[Callable], Callable]:
         schema = torch.library.infer_schema(function, mutates_args=())
         places = [i for i, parameter in enumerate(schema.split(",")) if _MAY_BE_EMPTY.search(parameter)]
 
+        lists_of = itemgetter(*places, places[0])  # a tuple, also of one
+
         @functools.wraps(function)
         def with_lists(*given):
-            found = list(given)
-            for place in places:
-                found[place] = [] if found[place] is None else found[place]
-            return function(*found)
+            if None in lists_of(given):
+                given = tuple([] if value is None and i in places else value for i, value in enumerate(given))
+            return function(*given)
 
         return operator(name, schema=_MAY_BE_EMPTY.sub("[]? ", schema))(with_lists)
 

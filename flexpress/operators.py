@@ -30,6 +30,7 @@ from flexpress.mask_mods import noop_mask
 from flexpress.programs import Captures, Program, read_graph_once, read_program
 
 from .codegen.device.counters import nothing_kept
+from .codegen.device.memory import empty
 from .codegen.plan.extras import backward_needs_sinks
 from .codegen.run.backward import backward
 from .codegen.run.block_lists import lists_of
@@ -127,7 +128,7 @@ def flex_attention(
 
 
 def _or_empty(tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
-    return query.new_empty(0, dtype=torch.float32) if tensor is None else tensor
+    return empty((0,), (1,), torch.float32, query.device) if tensor is None else tensor
 
 
 @flex_attention.register_fake

@@ -1308,8 +1308,8 @@ INTEGRATIONS = [
     Mutant(_TRANSFORMERS, "dropout if module.training else 0.0", "dropout", named("transformers", "dropout"), "evaluation drops weights"),
     Mutant(
         "flexpress/custom_ops.py",
-        "[] if found[place] is None else found[place]",
-        "found[place]",
+        "[] if value is None and i in places else value",
+        "value",
         named("cpp_wrapper", "aot"),
         "an empty list stays None",
     ),
