@@ -277,7 +277,7 @@ def flex_attention(
 
     Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced.
     Differentiable twice, in reverse and in forward mode, with respect to query, key, value, sinks and every floating-point tensor that
-    score_mod captures, through the output and lse (once with dropout); once in reverse mode through entropy and column_sums.
+    score_mod captures, through the output and lse; once in reverse mode through entropy and column_sums.
     torch.func follows (docs/derivatives.md).
     Meaning: torch.nn.attention.flex_attention (arXiv 2412.05496). Method: FlashAttention-2 (arXiv 2307.08691) with block lists.
     """

@@ -126,10 +126,11 @@ def _differentiable(ctx, bound: Bound, given: tuple, mask_tensors: list[torch.Te
     if ctx.raw:
         values = values * values.new_tensor([bound.scale, 1.0])
     problem = Problem.of(bound, ctx.deterministic)
-    others = (t.clone() if t.is_inference() else t for t in (*bound.captured, *mask_tensors))  # as these are saved once more
+    unlearned = [*mask_tensors, *([bound.extras.seed] if problem.dropout else [])]
+    others = (t.clone() if t.is_inference() else t for t in (*bound.captured, *unlearned))  # as these are saved once more
     x = bound.q, bound.k, bound.v, *others
     needed, of_sinks = Needed.of(ctx), None
-    of_x = [*needed[:3], *needed.captured, *(False for _ in mask_tensors)]
+    of_x = [*needed[:3], *needed.captured, *(False for _ in unlearned)]
     if bound.sinks is not None:  # a function of attention without them, of which nothing was kept
         out, lse, _, values = Attention.apply(problem, *x)
         d_out = torch.zeros_like(out) if d_out is None else d_out

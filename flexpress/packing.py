@@ -135,11 +135,15 @@ def packing_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, to
 
 def extras_of_dropout(dropout: Dropout, packed: tuple | None, extents: tuple[int, int, int, int]) -> ExtraInputs:
     """What kernels need of dropout. packed: where packed sequences start, if there are some; extents: B, Hq, Q_LEN, KV_LEN."""
-    places: tuple[torch.Tensor, ...] = ()
-    if packed:
-        starts_q, starts_k = packed
-        places = packing_of(starts_q, None if starts_q is starts_k else starts_k, *extents[2:]).places
-    return ExtraInputs(None, dropout.p, readable_seed(dropout.seed), places)
+    return ExtraInputs(None, dropout.p, readable_seed(dropout.seed), places_of_dropout(packed, *extents[2:]))
+
+
+def places_of_dropout(packed: tuple | None, total_q: int, total_k: int) -> tuple[torch.Tensor, ...]:
+    """ExtraInputs.places of packed sequences, which start at `packed`; nothing for others."""
+    if not packed:
+        return ()
+    starts_q, starts_k = packed
+    return packing_of(starts_q, None if starts_q is starts_k else starts_k, total_q, total_k).places
 
 
 def _sequences(ends: torch.Tensor, total: int) -> torch.Tensor:

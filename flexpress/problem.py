@@ -10,6 +10,7 @@ import torch
 
 from flexpress.arguments import checked, is_narrow, lists_of_call
 from flexpress.block_lists import transposed_lists
+from flexpress.dropout import readable_seed
 from flexpress.programs import on_device
 
 from .codegen.mod.expr import ModGraph
@@ -22,11 +23,6 @@ from .codegen.run.block_lists import BlockLists
 from .codegen.run.call import Bound, ExtraInputs, Inputs
 from .codegen.run.tangent import Direction
 
-DROPPED_ONCE = (
-    "dropout_p has first derivatives in reverse mode (backward, torch.func.grad, vjp), but none in forward mode, none of a gradient, and "
-    "none inside vmap and what is made of it (jacrev, hessian): leave it out there"
-)
-
 
 def dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient or a tangent that torch hands over, as ordinary memory."""
@@ -37,13 +33,14 @@ def dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A call without q, k, v and what its mods capture: these are tensors of score_mod, then of mask_mod.
+    """A call without q, k, v and what its mods capture: these are tensors of score_mod, then of mask_mod, and at last dropout's seed, if
+    there is dropout.
 
     score, mask      graphs of the mods, with the numbers that they capture; or None
     lists            of a block mask, or None: then those of mask_mod are made of it
     transposed       what makes the transposed ones of the bound mask_mod, if that is known
     packed           where packed sequences start among the queries and among the keys
-    dropout          what kernels need of it, or None
+    dropout          what kernels need of it beside the seed, or None
     """
 
     scale: float
@@ -67,7 +64,7 @@ class Problem:
             *(mod and (mod[0], mod[1][len(mod[0].tensors) :]) for mod in (bound.score, mask)),
             bound.lists,
             transposed=transposed and (lambda _: transposed(mask)),
-            dropout=extras._replace(sinks=None) if extras and extras.seed is not None else None,
+            dropout=extras._replace(sinks=None, seed=None) if extras and extras.seed is not None else None,
             deterministic=deterministic,
         )
 
@@ -85,17 +82,19 @@ class Problem:
     def bound(self, q, k, v, captured) -> Bound:
         """The call. Raises NotImplementedError for kinds of tensors that kernels cannot read."""
         q, k, v = (readable(name, t.detach()) for name, t in (("query", q), ("key", k), ("value", v)))
-        inputs = checked(q, k, v, True)
+        inputs, extras = checked(q, k, v, True), self.dropout
         captured = on_device(q.device, [t.detach() for t in captured])
+        if extras is not None:
+            extras = extras._replace(seed=readable_seed(captured.pop()))
         score = self._bound(self.score, captured[: self.of_score], inputs, "score_mod")
         mask = self._bound(self.mask, captured[self.of_score :], inputs, "mask_mod")
         lists = transposed = None
         if self.lists is not None:
             lists, transposed = self.lists, self.transposed or (lambda _: transposed_lists(self.lists, k.shape[2]))
         elif mask is not None:
-            make = lists_of_call(inputs, self.options, self.packed, is_narrow(mask, inputs, self.options))
+            make = lists_of_call(inputs, self.options, self.packed, is_narrow(mask, inputs, self.options), extras is not None)
             lists, transposed = make(mask), partial(make, transposed=True)
-        return Bound(q, k, v, inputs, self.scale, score, mask, lists, transposed, self.options, self.dropout)
+        return Bound(q, k, v, inputs, self.scale, score, mask, lists, transposed, self.options, extras)
 
     def _bound(self, mod: tuple[ModGraph, list] | None, tensors: list, inputs: Inputs, where: str) -> tuple[ModGraph, list] | None:
         if mod is None:
@@ -107,16 +106,12 @@ class Problem:
 
     def direction(self, bound: Bound, tangents) -> Direction:
         """Tangents of q, k, v and captured tensors as kernels take them; those of what mask_mod captures mean nothing."""
-        if self.dropout is not None:
-            raise NotImplementedError(DROPPED_ONCE)
         pairs = zip(tangents, (bound.q, bound.k, bound.v, *bound.captured), strict=False)
         q, k, v, *captured = (t if t is None else dense("tangent", t).detach().to(like.device, like.dtype) for t, like in pairs)
         return Direction(q, k, v, tuple(captured))
 
     def folded(self, size: int, own: frozenset[int]) -> Problem:
         """So many calls as one; every call has its `own` captured tensors, by their first dimension."""
-        if self.dropout is not None:  # weights would be dropped by their place in this one
-            raise NotImplementedError(DROPPED_ONCE)
         mods = []
         for mod, first in ((self.score, 0), (self.mask, self.of_score)):
             if mod is not None:

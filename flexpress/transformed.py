@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from flexpress import checks
 from flexpress.block_lists import leave_out_entries
 from flexpress.derivatives import Attention, pushed
-from flexpress.packing import extras_of_dropout
-from flexpress.problem import DROPPED_ONCE, Problem
+from flexpress.packing import places_of_dropout
+from flexpress.problem import Problem
 from flexpress.recorded import lists_of_mask
 from flexpress.scales import read_scale
 from flexpress.sinks import check_sinks, fold_sinks
@@ -20,6 +20,7 @@ from flexpress.sinks import check_sinks, fold_sinks
 from .codegen.mod.bind import bind_once
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.tensors import followed, untransformed
+from .codegen.run.call import ExtraInputs
 
 
 class Transformed(NamedTuple):
@@ -84,13 +85,13 @@ def transformed(
     mask, of_mask = _traced(mask_mod, "mask", query.device)
     if lists is not None and decided and leave_out_entries(lists, mask[0].symbols, query.shape[:2]):
         lists = None  # mask_mod makes them
-    extras = None
+    extras, seeds = None, ()
     if dropout is not None:
-        extents = *query.shape[:3], key.shape[2]
         with untransformed():
-            extras = extras_of_dropout(dropout._replace(seed=_of_all_calls(dropout.seed)), packed, extents)
+            places = places_of_dropout(packed, query.shape[2], key.shape[2])
+        extras, seeds = ExtraInputs(None, dropout.p, None, places), (dropout.seed,)
     problem = Problem(scale, options, score, mask, lists, tuple(packed or ()), dropout=extras)
-    return Transformed(problem, (query, key, value, *of_score, *of_mask), sinks)
+    return Transformed(problem, (query, key, value, *of_score, *of_mask, *seeds), sinks)
 
 
 def _traced(mod, kind: str, device: torch.device) -> tuple[tuple[ModGraph, list] | None, list]:
@@ -100,14 +101,6 @@ def _traced(mod, kind: str, device: torch.device) -> tuple[tuple[ModGraph, list]
     graph, values = bind_once(mod, kind, device)
     count = len(graph.tensors)
     return (graph, values[count:]), values[:count]
-
-
-def _of_all_calls(seed: torch.Tensor) -> torch.Tensor:
-    """A seed that is the same for all calls. Raises NotImplementedError if vmap has one for each."""
-    seed = without_levels(seed)
-    if torch._C._functorch.is_functorch_wrapped_tensor(seed):
-        raise NotImplementedError(DROPPED_ONCE)
-    return seed
 
 
 def without_levels(integers):

@@ -8,6 +8,7 @@ Parts of it may be named, as the whole takes many minutes there; `--names` print
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
@@ -89,17 +90,19 @@ def tangents() -> None:
     for dtype, head_dim in ((torch.bfloat16, 64), (torch.float16, 80), (torch.float32, 40)):
         x = [torch.randn(2, heads, LENGTH, head_dim, device="cuda", dtype=dtype) for heads in (2, 1, 1)]
 
-        def attend(q, k, v, slopes, keys, table):
+        def of_learned(dropout_p, q, k, v, slopes, keys, table):
             def score_mod(s, b, h, m, n):
                 return torch.tanh(s) * keys[n] + slopes[h] * table[h, m - n + LENGTH] * keys[m]
 
-            return flex_attention(q, k, v, score_mod, mask, enable_gqa=True)
+            return flex_attention(q, k, v, score_mod, mask, enable_gqa=True, dropout_p=dropout_p)
 
-        torch.func.jvp(attend, (*x, *learned), (*x, *learned))
-        inputs = [t.clone().requires_grad_() for t in (*x, *learned)]
-        out = attend(*inputs)
-        first = torch.autograd.grad(out, inputs, torch.randn_like(out), create_graph=True)
-        torch.autograd.grad(first, inputs, [torch.randn_like(g) for g in first])
+        for dropout_p in (0.0, 0.2):
+            attend = functools.partial(of_learned, dropout_p)
+            torch.func.jvp(attend, (*x, *learned), (*x, *learned))
+            inputs = [t.clone().requires_grad_() for t in (*x, *learned)]
+            out = attend(*inputs)
+            first = torch.autograd.grad(out, inputs, torch.randn_like(out), create_graph=True)
+            torch.autograd.grad(first, inputs, [torch.randn_like(g) for g in first])
 
 
 def sequences() -> None:

@@ -121,6 +121,13 @@ def test_any_problem_with_dropout(drawn):
     check_dropout(drawn, "cpu")
 
 
+@settings(max_examples=EXAMPLES // 3)
+@given(derivative_problems("cpu"))
+def test_any_derivative_with_dropout(p):
+    check_tangents(p, "cpu", dropout_p=0.3)
+    check_second(p, "cpu", dropout_p=0.3)
+
+
 @settings(max_examples=EXAMPLES // 2)
 @given(probability_problems("cpu"))
 def test_any_probabilities(p):

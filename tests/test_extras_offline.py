@@ -15,6 +15,7 @@ from flexpress.codegen.run.preview import (
     hopper_backward_compilations,
     hopper_compilation,
     statistics_compilations,
+    tangent_compilations,
 )
 from flexpress.mods import alibi, causal
 from flexpress.recipes import make
@@ -28,6 +29,17 @@ PORTABLE = {
     "decode": lambda target, extras: decode_compilations(target, None, causal, head_dim=64, split=False, extras=extras)["decode"],
     "rows": lambda target, extras: statistics_compilations(target, None, causal, head_dim=64, extras=extras)["rows"],
     "combine": lambda target, extras: decode_compilations(target, None, causal, head_dim=64, split=True, extras=extras)["combine"],
+}
+DROPPING = {
+    "forward": lambda target, extras: compilation(target, None, causal, head_dim=64, extras=extras),
+    **{
+        name: lambda target, extras, name=name: backward_compilations(target, None, causal, head_dim=64, extras=extras)[name]
+        for name in ("dkv", "dq")
+    },
+    **{
+        f"tangent {name}": lambda target, extras, name=name: tangent_compilations(target, None, causal, head_dim=64, extras=extras)[name]
+        for name in ("tangent", "dkv", "dq")
+    },
 }
 HOPPER = {
     "forward": lambda extras: hopper_compilation("sm_90", None, causal, output_rows=True, output_max=True, extras=extras),
@@ -67,16 +79,12 @@ def test_hopper_kernels(kernel, every_kernel):
 
 
 @pytest.mark.parametrize("target", KINDS)
-@pytest.mark.parametrize("kernel", ["forward", "dkv", "dq"])
+@pytest.mark.parametrize("kernel", DROPPING)
 def test_dropout(kernel, target, every_kernel):
     """A random number serves all weights that a thread has of its group: then there are few of them."""
-    extras = Extras(dropout="packed" if kernel == "dq" else "positions")
-    if kernel == "forward":
-        made = compilation(target, None, causal, head_dim=64, extras=extras)
-    else:
-        made = backward_compilations(target, None, causal, head_dim=64, extras=extras)[kernel]
+    made = DROPPING[kernel](target, Extras(dropout="packed" if "dq" in kernel else "positions"))
     counted = kernel == "forward" and target in ("sm_80", "sm_90")
-    to_the_end = every_kernel or counted or PINNED and further(target, ["forward", "dkv", "dq"].index(kernel))
+    to_the_end = every_kernel or counted or PINNED and further(target, list(DROPPING).index(kernel))
     found = made.compile(None if to_the_end else "ttgir")
     assert "SEED" in found.signature
     if counted:

@@ -44,11 +44,12 @@ def plan_cpu_gradients(case: TangentCase, score: Moved | None, mask: Mod | None)
     tensors = [pointer(t.upper(), dtype, SHAPES[t[0]]) for t in inputs]
     tensors += [pointer("STATS", "float32", "[Z, Hq, 5, Q_LEN]")]
     tensors += [pointer(t.upper(), dtype, f"written: as {t[1].upper()}") for t in ("dq", "dk", "dv")]
+    tensors += case.extras.of_dropout
     tensors += [
         pointer(f"D{t}_SUMS", "float32", f"[PARTS, Zkv, Hkv, KV_LEN, {rows}_ROWS], written") for t, rows in (("K", "QK"), ("V", "V"))
     ]
     sizes = ["Z", "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "PARTS", *strides(*inputs, "dq", "dk", "dv"), "SM_SCALE", "TO_LOG2"]
-    sizes += [*list_numbers(case.blocks), *numbers_of_copies(gathered)]
+    sizes += [*case.extras.numbers, *list_numbers(case.blocks), *numbers_of_copies(gathered)]
     mods = tuple(p for m in (text, mask_text) if m for p in m.parameters)
     flags = {"WRITTEN": ("DQ", "DK", "DV", "DK_SUMS", "DV_SUMS", *(c.buffer for c, _ in gathered)), **_flags(case)}
     parameters = (*tensors, *numbers(*sizes), *list_tables(case.blocks), *mods, *buffers_of(score and score.mod, gathered))
@@ -70,4 +71,5 @@ def _flags(case: TangentCase) -> dict[str, object]:
         "BLOCK_N": BLOCK_N,
         **block_flags(case.blocks),
         "STARTS": case.blocks is not None and case.blocks.starts,
+        "DROPOUT": case.extras.dropout,
     }

@@ -22,6 +22,7 @@ from ..text.spec import KernelSpec
 from . import backward
 from .backward import Step, strides
 from .backward_tiles import tangent_tile
+from .extras import ORDINARY, Extras
 from .forward import Blocks, Mod, block_flags, element_flags, list_numbers, list_tables
 from .geometry import in_units, known_strides
 from .roles import buffers_of, gathered_in, roles_of
@@ -56,6 +57,7 @@ class TangentCase(NamedTuple):
     one_batch: bool = False
     one_head: bool = False
     deterministic: bool = False
+    extras: Extras = ORDINARY  # dropout alone
 
 
 class Moved(NamedTuple):
@@ -105,8 +107,8 @@ def tangent_parameters(case: TangentCase) -> tuple[list[Parameter], list[str]]:
         found += [pointer("DO", dtype, f"{rows}, D_V]"), *([pointer("DLSE", "float32", f"{rows}]")] if case.lse_gradient else [])]
         found += [pointer("STATS", "float32", "[Z, Hq, 5, Q_LEN], written")]
     strided = [*inputs, "o", "ot", *(["do"] if case.statistics else [])]
-    sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *strides(*strided), "SM_SCALE", "TO_LOG2", *list_numbers(case.blocks)]
-    return found, sizes
+    sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *strides(*strided), "SM_SCALE", "TO_LOG2"]
+    return [*found, *case.extras.of_dropout], [*sizes, *case.extras.numbers, *list_numbers(case.blocks)]
 
 
 def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | None, mask: Mod | None) -> tuple[Step, Step]:
@@ -125,9 +127,9 @@ def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | No
         slabs = any(role == "slab" for role, _, _ in captured)
         found = [pointer(t.upper(), dtype, SHAPES[t[0]]) for t in inputs]
         found += [pointer("STATS", "float32", "[Z, Hq, 5, Q_LEN]")]
-        found += [pointer(t.upper(), dtype, f"written: as {t[1].upper()}") for t in written]
+        found += [pointer(t.upper(), dtype, f"written: as {t[1].upper()}") for t in written] + [*case.extras.of_dropout]
         sizes = ["Z", "Hkv"] if own else ["Hq"]
-        sizes += ["Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *strides(*inputs, *written), "SM_SCALE", "TO_LOG2"]
+        sizes += ["Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *strides(*inputs, *written), "SM_SCALE", "TO_LOG2", *case.extras.numbers]
         sizes += [*list_numbers(case.blocks, "q" if own else "kv"), *(["first_tile"] if slabs else [])]
         buffers, axis = buffers_of(score and score.mod, gathered), "q" if own else "kv"
         step = _step(name, case, backend, arch, (text, mask_text), found, sizes, flags={"SLABS": slabs}, buffers=buffers, axis=axis)
@@ -166,6 +168,8 @@ def _step(
         "ALIGNMENT": 16 // case.dtype.itemsize,
         **block_flags(blocks),
         "STARTS": blocks is not None and blocks.starts,
+        "DROPOUT": case.extras.dropout,
+        "PTX": backend == "cuda",
         **flags,
     }
     widths = round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v)

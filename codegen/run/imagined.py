@@ -104,7 +104,9 @@ class Imagined:
         details = dict(captured=captured, wanted=captured, deterministic=self.deterministic, lse_gradient=self.lse_gradient)
         aligned = tangent.geometry_of(named).aligned
         precision = self._options.float32_precision
-        case = TangentCase(q.dtype, q.shape[3], v.shape[3], aligned, self._blocks, precision, statistics=True, **details)
+        case = TangentCase(
+            q.dtype, q.shape[3], v.shape[3], aligned, self._blocks, precision, statistics=True, extras=self.extras, **details
+        )
         tangents = tuple(t if i in captured else None for i, t in enumerate(score[1][: len(score[0].tensors)])) if score else ()
         return case, *machine_of(target), tangent.with_tangents(case, score, tangents, EXTENTS)[0], self.keys[1]
 

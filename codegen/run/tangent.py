@@ -17,6 +17,7 @@ from ..mod.loads import dots_of
 from ..plan.backward import Step
 from ..plan.cpu import CpuBackwardPlan, CpuPlan
 from ..plan.cpu_tangent import plan_cpu_gradients, plan_cpu_tangent
+from ..plan.extras import dropout_numbers
 from ..plan.forward import are_exact, scales
 from ..plan.tangent import Moved, TangentCase, TangentGeometry, moved, plan_gradients, plan_tangent, strides, tangent_geometry
 from ..plan.tiles import Tile
@@ -25,7 +26,7 @@ from ..text.layouts import layouts_of
 from ..text.mod_text import mod_values
 from .backward_kernels import Walk, launch_gathering
 from .block_lists import BlockLists, tiles_of
-from .call import Bound, keys_of, reached
+from .call import Bound, keys_of, reached, structure_of
 from .captured import Sums
 from .cpu_backward import Buffers, parted
 from .forward import nothing
@@ -174,6 +175,7 @@ class _Pass:
             Z == 1,
             Hq == 1,
             deterministic,
+            structure_of(bound.extras),
         )
         _, self.mask = keys_of(None, bound.mask, self.extents, lists)
         self.score, self.values = with_tangents(self.case, bound.score, tangents, reached(self.extents, lists))
@@ -185,8 +187,10 @@ class _Pass:
         self.tensors |= {"ROWS": statistic(Z, Hq, Q_LEN, 2)} if output_rows else {}
         self.tensors |= {"STATS": statistic(Z, Hq, 5, Q_LEN)} if statistics else {}
         self.tensors |= {"DLSE": dlse.contiguous()} if dlse is not None else {}
+        self.tensors |= bound.extras.named if bound.extras else {}
         sizes = {"Z": Z, "Hq": Hq, "Zkv": Zkv, "Hkv": Hkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
         self.numbers = {**geometry.strides, **sizes, **scales(bound.scale, True)}
+        self.numbers |= dropout_numbers(bound.extras.dropout_p) if bound.extras else {}
 
     def _planned(self, plan):
         key = plan.__name__, self.case, self.machine, self.score, self.mask

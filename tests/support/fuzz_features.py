@@ -130,6 +130,9 @@ def compared(found, exact, rough, floor: float, allowed: float = 4.0) -> Judged:
     return Judged(differences, 1.0, worst)
 
 
+DROPOUTS = (0.1, 0.5, 0.25, 0.9, 0.003, 1.0, 1 / 128)
+
+
 # Transforms
 
 _TRANSFORMS = """from torch.func import grad, grad_and_value, jacrev, jvp, vjp, vmap
@@ -201,14 +204,23 @@ def transforms(p, rng: random.Random, small: int) -> None:
         p.inputs.append(
             f"{name} = {'integers' if name == 'n' else 'floats'}({shape}, {values}).to(device){' * 0.5' if name == 's' else ''}"
         )
-    call = "flexpress.flex_attention(q, k, v, score_of(s, n), mask_mod=mask_of(s, n), enable_gqa=True, return_lse=True)"
+    dropout, more = rng.choice((0.0, 0.0, rng.choice(DROPOUTS))), ""
+    if dropout:
+        p.inputs.append(f"seed = torch.tensor([{rng.randrange(-(1 << 63), 1 << 63)}], device=device)")
+        more = f", dropout_p={dropout}, dropout_seed=seed"
+    call = f"flexpress.flex_attention(q, k, v, score_of(s, n), mask_mod=mask_of(s, n), enable_gqa=True, return_lse=True{more})"
     p.call += [f"attend = lambda q, k, v, s, n: {call}", "found = program(attend, (q, k, v, s, n))"]
     p.refusals = "this would be a third|forward mode over forward mode|dot product of captured rows"
 
     def check(names: dict) -> Judged:
+        dropped = {}
+        if dropout:
+            kept = flexpress.dropout_mask(names["seed"], tuple(sizes[name] for name in ("B", "H", "M", "N")), dropout)
+            dropped = {"kept": kept, "p": round(dropout * DROPOUT_STEPS) / DROPOUT_STEPS}
+
         def dense(precision: torch.dtype):
             def attend(q, k, v, s, n):
-                return dense_extras(q, k, v, names["score_of"](s, n), names["mask_of"](s, n), precision=precision)[:2]
+                return dense_extras(q, k, v, names["score_of"](s, n), names["mask_of"](s, n), **dropped, precision=precision)[:2]
 
             return names["program"](attend, [names[n].to(precision) if n != "n" else names[n] for n in shapes])
 
@@ -219,7 +231,6 @@ def transforms(p, rng: random.Random, small: int) -> None:
 
 # Dropout, sinks, statistics
 
-DROPOUTS = (0.1, 0.5, 0.25, 0.9, 0.003, 1.0, 1 / 128)
 SIZES = ((128, 128), (16, 16), (32, 16), (16, 64), (64, 32), (48, 16))
 
 

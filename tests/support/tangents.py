@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from flexpress import flex_attention
+from flexpress import dropout_mask, flex_attention
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.expr import walk
 from flexpress.codegen.mod.tangent import tangents_of
-from support.dense import dense_attention
+from support.dense import dense_attention, factors_of
 from support.derivatives import indices, upstream
 from support.evaluate import make_mod
 from support.gradients import GradientProblem
@@ -80,7 +80,7 @@ def in_precision(tensors, precision: torch.dtype) -> tuple[torch.Tensor, ...]:
     return tuple(t.detach().to(precision if i < 3 else kept) for i, t in enumerate(tensors))
 
 
-def _attentions(p: GradientProblem, device: str, sinks: bool) -> tuple:
+def _attentions(p: GradientProblem, device: str, sinks: bool, dropout_p: float) -> tuple:
     """Ours, and the dense one in a precision, each a function of inputs that gives out and lse; and the inputs: q, k, v, what score_mod
     captures, and sinks."""
     make, learned = learned_mods(p.B, p.Hq, p.length, device, torch.float32, p.seed)[p.score]
@@ -88,14 +88,19 @@ def _attentions(p: GradientProblem, device: str, sinks: bool) -> tuple:
     end = len(inputs)
     if sinks:
         inputs += [2 * t for t in random_like([torch.empty(p.Hq, device=device)], p.seed + 4)]
+    factors, dropout = {}, {}
+    if dropout_p:
+        seed = torch.tensor([p.seed - 5], device=device)
+        dropout = {"dropout_p": dropout_p, "dropout_seed": seed}
+        factors = {"factors": factors_of(dropout_mask(seed, (p.B, p.Hq, p.Q_LEN, p.KV_LEN), dropout_p), dropout_p)}
 
     def ours(*x):
-        given = {"sinks": x[end]} if sinks else {}
+        given = {**dropout, **({"sinks": x[end]} if sinks else {})}
         return flex_attention(*x[:3], make(*x[3:end]), **options, **given, return_lse=True, deterministic=p.deterministic)
 
     def dense(precision, *x):
         attend = dense_attention_with_sinks(x[end]) if sinks else dense_attention
-        return attend(*x[:3], make(*x[3:end]), mask_mod, p.scale, precision)[:2]
+        return attend(*x[:3], make(*x[3:end]), mask_mod, p.scale, precision, **factors)[:2]
 
     return ours, dense, inputs
 
@@ -119,9 +124,9 @@ def dense_attention_with_sinks(sinks):
     return attend
 
 
-def check_tangents(p: GradientProblem, device: str, sinks: bool = False) -> None:
+def check_tangents(p: GradientProblem, device: str, sinks: bool = False, dropout_p: float = 0.0) -> None:
     """out, lse and their tangents by forward mode are as exact as a plain computation's."""
-    ours, dense, inputs = _attentions(p, device, sinks)
+    ours, dense, inputs = _attentions(p, device, sinks, dropout_p)
     direction = random_like(inputs, p.seed + 5)
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(t, d) for t, d in zip(inputs, direction, strict=True)]
@@ -150,9 +155,9 @@ def twice_differentiated(attend, inputs, weights, direction) -> list[torch.Tenso
     return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
 
 
-def check_second(p: GradientProblem, device: str, sinks: bool = False) -> None:
+def check_second(p: GradientProblem, device: str, sinks: bool = False, dropout_p: float = 0.0) -> None:
     """Second derivatives in q, k, v, captured tensors, sinks and the gradients of out and lse are as exact as a plain computation's."""
-    ours, dense, inputs = _attentions(p, device, sinks)
+    ours, dense, inputs = _attentions(p, device, sinks, dropout_p)
     direction = random_like(inputs, p.seed + 5)
     shape = (p.B, p.Hq, p.Q_LEN)
     d_out, d_lse = (torch.randn(*shape, *tail, generator=torch.Generator().manual_seed(p.seed + 6)).to(device) for tail in ((p.D_V,), ()))
