@@ -2274,13 +2274,6 @@ VARIOUS = [
         "rows of a decoding batch go to other sequences",
     ),
     Mutant(
-        "flexpress/problem.py",
-        "if self.dropout is not None:  # weights",
-        "if False:  # weights",
-        named("dropout_derivatives", "refused"),
-        "gradients that are mapped drop other weights than their forward pass",
-    ),
-    Mutant(
         "codegen/mod/vectors.py",
         "if isinstance(value, torch.Tensor) and not value.ndim:",
         "if False:",

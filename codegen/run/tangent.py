@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -181,16 +180,20 @@ class _Pass:
         self.score, self.values = with_tangents(self.case, bound.score, tangents, reached(self.extents, lists))
         self.machine = backend_of(q.device.type), architecture_of(q.device)
         self.tensors = {name.upper(): t for name, t in named.items()}
-        statistic = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-        self.tensors |= {"LSE": statistic(Z, Hq, Q_LEN), "LSET": statistic(Z, Hq, Q_LEN)}
-        self.tensors |= {"MAX": statistic(Z, Hq, Q_LEN)} if output_max else {}
-        self.tensors |= {"ROWS": statistic(Z, Hq, Q_LEN, 2)} if output_rows else {}
-        self.tensors |= {"STATS": statistic(Z, Hq, 5, Q_LEN)} if statistics else {}
-        self.tensors |= {"DLSE": dlse.contiguous()} if dlse is not None else {}
-        self.tensors |= bound.extras.named if bound.extras else {}
+        self.tensors |= self._statistics(dlse) | (bound.extras.named if bound.extras else {})
         sizes = {"Z": Z, "Hq": Hq, "Zkv": Zkv, "Hkv": Hkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
         self.numbers = {**geometry.strides, **sizes, **scales(bound.scale, True)}
         self.numbers |= dropout_numbers(bound.extras.dropout_p) if bound.extras else {}
+
+    def _statistics(self, dlse: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Numbers of every row that kernels write, and the gradient of lse."""
+        case, rows = self.case, self.extents[:3]
+        shapes = {"LSE": rows, "LSET": rows}
+        shapes |= {"MAX": rows} if case.output_max else {}
+        shapes |= {"ROWS": (*rows, 2)} if case.output_rows else {}
+        shapes |= {"STATS": (*rows[:2], 5, rows[2])} if case.statistics else {}
+        made = {name: torch.empty(shape, dtype=torch.float32, device=self.device) for name, shape in shapes.items()}
+        return made | ({"DLSE": dlse.contiguous()} if dlse is not None else {})
 
     def _planned(self, plan):
         key = plan.__name__, self.case, self.machine, self.score, self.mask
