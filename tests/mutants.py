@@ -867,7 +867,7 @@ DROPOUT = [
         "templates/cpu_tangent_backward.cpp.jinja",
         'p_t{{ " * keeps" if DROPOUT }}',
         "p_t",
-        named("cpp", "derivative_with_dropout"),
+        named("cpp", "derivatives_with_dropout"),
         "in C++ second derivatives of values have weights that are dropped",
     ),
     Mutant(

@@ -49,7 +49,7 @@ from support.dense import dense_attention, positions, relative_error
 from support.evaluate import check, make_mod
 from support.extras import check_dropout, check_sinks, dropout_problems, sink_problems, with_sinks
 from support.float8 import check_quantised, quantised_problems
-from support.gradients import check_gradients, gradient_problems
+from support.gradients import GradientProblem, check_gradients, gradient_problems
 from support.long_dots import check_dots, dot_problems
 from support.probabilities import check_probabilities, probability_problems
 from support.problems import problems
@@ -124,6 +124,14 @@ def test_any_problem_with_dropout(drawn):
 @settings(max_examples=EXAMPLES // 3)
 @given(derivative_problems("cpu"))
 def test_any_derivative_with_dropout(p):
+    check_tangents(p, "cpu", dropout_p=0.3)
+    check_second(p, "cpu", dropout_p=0.3)
+
+
+@pytest.mark.parametrize("score", ["none", "per_key", "table"])
+def test_derivatives_with_dropout(score):
+    shape = dict(B=2, Q_LEN=20, KV_LEN=133, D_QK=16, D_V=8, BLOCK_SIZE=64, group=2)
+    p = GradientProblem(**shape, dtype=torch.float32, score=score, mask="causal", seed=3, lse=True)
     check_tangents(p, "cpu", dropout_p=0.3)
     check_second(p, "cpu", dropout_p=0.3)
 
