@@ -16,6 +16,7 @@ from .codegen.device.streams import MadeOn
 from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import check_kind, tracing
 from .codegen.plan.tiles import BLOCK
+from .codegen.registry import remembered
 from .codegen.run import masks
 from .codegen.run.block_lists import BlockLists, lists_of
 from .codegen.run.evaluated_masks import evaluated_lists
@@ -216,6 +217,7 @@ def kernel_size(size: tuple[int, int], seq_lengths: tuple[int, int]) -> tuple[in
     return tuple(n if n % 16 == 0 and n < 2 * max(length, BLOCK) else BLOCK for n, length in zip(size, seq_lengths, strict=True))
 
 
+@remembered("blocks that kernels walk", 256)
 def walked_in_every_length(size: tuple[int, int]) -> bool:
     """Do blocks of `size` suit kernels whatever the lengths?"""
     return kernel_size(size, (0, 0)) == size

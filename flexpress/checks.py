@@ -213,13 +213,13 @@ def check_scale(scale, head_dim: int) -> float:
         number = float(scale)
     except OverflowError:
         number = math.inf
-    if not abs(number) <= _LARGEST_FLOAT32:
+    if not abs(number) <= LARGEST_FLOAT32:
         shown = scale if isinstance(scale, float) else f"{type(scale).__name__} too large for float32"
         raise ValueError(f"scale must be finite in float32, got {shown}")
     return number
 
 
-_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def check_mask_fits(lists, seq_lengths, query, key, mask_shape) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.checks import check_scale
+from flexpress.checks import LARGEST_FLOAT32, check_scale
 
 from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import check_kind, is_transformed, tracing
@@ -15,6 +15,8 @@ from .codegen.mod.tensors import check_kind, is_transformed, tracing
 def read_scale(scale, score_mod: Callable | None, head_dim: int, device: torch.device) -> tuple[float, Callable | None]:
     """The scale as a number, and the score_mod. A tensor that wants its gradient, or whose number would have to be waited for, is captured:
     then the number is 1 and the score_mod that of scores times the tensor. Raises TypeError or ValueError."""
+    if type(scale) is float and abs(scale) <= LARGEST_FLOAT32:  # as most are
+        return scale, score_mod
     if isinstance(scale, torch.SymFloat):
         scale = number_on(device, scale)
     if not isinstance(scale, torch.Tensor):

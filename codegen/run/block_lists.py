@@ -137,8 +137,11 @@ class BlockLists:
     @functools.cached_property
     def addresses(self) -> tuple[int, ...] | None:
         """Of the tables; None if one is no multiple of 16 bytes."""
-        found = tuple(t.data_ptr() for t in self.tables)
-        return None if any(address % 16 for address in found) else found
+        found, bits = [], 0
+        for table in self.tables:
+            found.append(address := table.data_ptr())
+            bits |= address
+        return None if bits % 16 else tuple(found)
 
     def tensors(self, axis: str = "kv") -> dict[str, torch.Tensor]:
         """The tables by the names of parameters, of lists of KV blocks or, transposed, of query blocks ("q")."""
