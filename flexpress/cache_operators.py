@@ -13,7 +13,7 @@ import flexpress.kv_cache
 from flexpress.cache_checks import CacheTables
 from flexpress.cached_arguments import problem_of
 from flexpress.cached_probabilities import look_at_cache
-from flexpress.custom_ops import fake_of, operator_of_mods
+from flexpress.custom_ops import fake_of, operator, operator_of_mods
 from flexpress.float8 import output_dtype
 from flexpress.programs import Captures, read_program
 
@@ -122,7 +122,7 @@ def _(query, k_cache, v_cache, kv_len, page_table, *others):
     return tuple(query.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, _STATISTICS, strict=True))
 
 
-@torch.library.custom_op("flexpress::update_cache", mutates_args=("k_cache", "v_cache"))
+@operator("update_cache", ("k_cache", "v_cache"))
 def update_cache(
     key: torch.Tensor,
     value: torch.Tensor,

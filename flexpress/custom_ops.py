@@ -10,6 +10,7 @@ from operator import itemgetter
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.library import CustomOpDef
 
 from flexpress.versions import torch_writes_operators
 
@@ -27,7 +28,7 @@ _MAY_BE_EMPTY = re.compile(r"\[\] (?=(tensors|ints|floats|lists|starts|wanted)\b
 _DEVICES = "CPU", "CUDA"
 
 
-def operator(name: str, mutates_args: tuple[str, ...] = (), **more) -> Callable[[Callable], Callable]:
+def operator(name: str, mutates_args: tuple[str, ...] = (), **more) -> Callable[[Callable], CustomOpDef]:
     """Decorator, as torch.library.custom_op, for operators in the namespace flexpress."""
 
     def register(function: Callable):
@@ -39,7 +40,7 @@ def operator(name: str, mutates_args: tuple[str, ...] = (), **more) -> Callable[
     return register
 
 
-def _shorten(made, function: Callable) -> None:
+def _shorten(made: CustomOpDef, function: Callable) -> None:
     """Have calls of plain tensors, whose gradients nobody wants, run the function at once. Torch's own way there is four functions in
     Python, which in a compiled model take longer than what the function does for a kernel's launch."""
     whole, arguments = make_autograd_impl(made._opoverload, made), made._opoverload._schema.arguments
@@ -47,21 +48,21 @@ def _shorten(made, function: Callable) -> None:
     backends = {getattr(torch._C.DispatchKey, device) for device in _DEVICES}
 
     @runs_uncompiled
-    def short(keyset, *args):
+    def short(keyset, *args, **named):  # those that schemas have by name alone
         followed = (keyset & _after_ADInplaceOrView_keyset).highestPriorityTypeId() not in backends  # by a mode, or a class of tensors
-        if followed or (torch.is_grad_enabled() and _any_requires_grad(*args)):
-            return whole(keyset, *args)
+        if followed or (torch.is_grad_enabled() and _any_requires_grad(*args, **named)):
+            return whole(keyset, *args, **named)
         for i in mutated:
             increment_version(args[i])
         with _AutoDispatchBelowAutograd():
-            return function(*args)
+            return function(*args, **named)
 
     for device in _DEVICES:
         made._lib.impl(made._name, short, f"Autograd{device}", with_keyset=True)
         made._lib.impl(made._name, runs_uncompiled(function), device)  # of tensors of inference mode
 
 
-def operator_of_mods(name: str) -> Callable[[Callable], Callable]:
+def operator_of_mods(name: str) -> Callable[[Callable], CustomOpDef]:
     """As `operator`, where what mods capture and a mask's lists may be None: that is what AOTInductor and torch's C++ wrapper make of an
     empty list."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from flexpress.block_lists import made_transposed
-from flexpress.custom_ops import operator_of_mods
+from flexpress.custom_ops import operator, operator_of_mods
 from flexpress.plain_arguments import resolve_device
 from flexpress.programs import bound_graph, on_device, read_graph_once
 
@@ -60,7 +60,7 @@ def _(tensors, ints, floats, extents, size, separate_full, capacity, device, mas
     return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
 
 
-@torch.library.custom_op("flexpress::transposed_lists", mutates_args=())
+@operator("transposed_lists")
 def transposed_lists(lists: list[torch.Tensor], KV_LEN: int, size: list[int], interior: bool) -> list[torch.Tensor]:
     """For each KV block the query blocks that visit it, in the fields of `lists` and as wide as there are."""
     return list(made_transposed(lists_of(lists, *size, interior), KV_LEN, wait=False).tables)

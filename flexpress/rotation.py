@@ -6,7 +6,7 @@ import torch
 
 from flexpress.cache_checks import check_counts, check_plain, check_table, described, looks
 from flexpress.checks import DTYPES, check_are_tensors
-from flexpress.custom_ops import fake_of
+from flexpress.custom_ops import fake_of, operator
 from flexpress.in_graph import compilable
 from flexpress.kv_cache import readable
 from flexpress.rope import check_reached, check_rope, rotated
@@ -81,7 +81,7 @@ def _in_torch(x, rope, positions, cu_seqlens_q, interleaved: bool, rope_tail: bo
     return found if there is None else torch.where(there[:, None, None], found, x)
 
 
-@torch.library.custom_op("flexpress::apply_rope", mutates_args=())
+@operator("apply_rope")
 def _apply_rope(
     x: torch.Tensor,
     rope: torch.Tensor,

@@ -18,16 +18,12 @@ import torch
 from flexpress import sdpa
 from flexpress.cache_checks import described, looks
 from flexpress.cached_arguments import no_autocast
-from flexpress.custom_ops import fake_of
+from flexpress.custom_ops import fake_of, operator
 from flexpress.layer_step import attend, check_tokens, out_like
 from flexpress.shared_prefix import SharedPrefix
 
 
-def _op(name: str, mutates: tuple[str, ...] = (), **more):
-    return torch.library.custom_op(f"flexpress::{name}", mutates_args=mutates, **more)
-
-
-@_op("scaled_dot_product_attention", tags=(torch.Tag.nondeterministic_seeded,))  # with dropout
+@operator("scaled_dot_product_attention", tags=(torch.Tag.nondeterministic_seeded,))  # with dropout
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -51,7 +47,7 @@ def _(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=N
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
-@_op("prepare_metadata")
+@operator("prepare_metadata")
 def prepare_metadata(
     input_ids: torch.Tensor,
     seq_len: torch.Tensor,
@@ -70,7 +66,7 @@ def _(input_ids, seq_len, input_pos, cache_loc, pages_per_seq, seq_start, page_t
     return [*_fake_lengths(seq_len), page_table.new_empty(page_table.shape, dtype=torch.int32)]
 
 
-@_op("prepare_flattened_metadata")
+@operator("prepare_flattened_metadata")
 def prepare_flattened_metadata(
     input_ids: torch.Tensor,
     seq_len: torch.Tensor,
@@ -117,7 +113,7 @@ def _fake_lengths(seq_len):
     return seq_len.new_empty(n + 1, dtype=torch.int32), seq_len.new_empty(n, dtype=torch.int32)
 
 
-@_op("mha_with_cache", ("k_cache", "v_cache"))
+@operator("mha_with_cache", ("k_cache", "v_cache"))
 def mha_with_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -200,7 +196,7 @@ def _(
     return out_like(q, k_cache, v_cache)
 
 
-@_op("flattened_mha_with_cache", ("k_cache", "v_cache"))
+@operator("flattened_mha_with_cache", ("k_cache", "v_cache"))
 def flattened_mha_with_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -267,7 +263,7 @@ def _(
     return out_like(q, k_cache, v_cache)
 
 
-@_op("mha_with_paged_cache", ("k_cache", "v_cache"))
+@operator("mha_with_paged_cache", ("k_cache", "v_cache"))
 def mha_with_paged_cache(
     q: torch.Tensor,
     k: torch.Tensor,

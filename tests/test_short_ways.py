@@ -97,6 +97,18 @@ def test_who_goes_which_way(device, whole_ways):
     assert torch.func.vmap(lambda t: t.sum())(x.expand(2, 3)).tolist() == [3.0, 3.0]
 
 
+def scaled(x: torch.Tensor, *, factor: float = 2.0) -> torch.Tensor:
+    return x * factor
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_arguments_by_name(device, whole_ways):
+    custom_ops.operator("scaled_in_a_test")(scaled)
+    x = torch.ones(2, device=device)
+    assert OPS.scaled_in_a_test(x, factor=3.0).tolist() == [3.0] * 2 and OPS.scaled_in_a_test(x=x).tolist() == [2.0] * 2
+    assert not whole_ways
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_writes_are_counted(device, whole_ways):
     custom_ops.operator("filled_in_a_test", ("x",))(filled)
