@@ -85,10 +85,10 @@ def operator_of_mods(name: str) -> Callable[[Callable], CustomOpDef]:
     return register
 
 
-def fake_of(operator) -> Callable[[Callable], Callable]:
-    """As operator.register_fake, but ValueError for a tensor on "meta" beside others. Then torch asks the fake implementation, too, and
+def fake_of(made: CustomOpDef) -> Callable[[Callable], Callable]:
+    """As register_fake, but ValueError for a tensor on "meta" beside others. Then torch asks the fake implementation, too, and
     what that makes on another device is memory that nobody has written."""
-    names = [argument.name for argument in operator._opoverload._schema.arguments]
+    names = [argument.name for argument in made._opoverload._schema.arguments]
 
     def register(fake: Callable) -> Callable:
         @functools.wraps(fake)
@@ -102,6 +102,6 @@ def fake_of(operator) -> Callable[[Callable], Callable]:
                 raise ValueError(f"{name} is on meta, where no values are, but {other} is on {devices[other]}; pass all of one device")
             return fake(*args, **kwargs)
 
-        return operator.register_fake(on_one_device)
+        return made.register_fake(on_one_device)
 
     return register
