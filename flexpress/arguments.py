@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from flexpress import checks
-from flexpress.block_lists import leave_out_entries, transposed_lists
+from flexpress.block_lists import check_rows, leave_out_entries, transposed_lists
 from flexpress.block_mask import BlockMask
 from flexpress.foreign_masks import adopt, is_foreign_mask
 from flexpress.mask_lists import ListedMask
@@ -91,6 +91,7 @@ def read_mask(block_mask, query, key, inputs: Inputs, options: Options) -> tuple
     fitting, asked = lists.looks.fitting, (inputs, options, block_mask.seq_lengths)
     if asked not in fitting:
         checks.check_mask_fits(lists, block_mask.seq_lengths, query, key, block_mask.shape)
+        check_rows(lists.kv_indices.shape[2], block_mask.seq_lengths, (lists.q_block, lists.kv_block))
         checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
         if len(fitting) >= 1024:
             fitting.clear()

@@ -62,6 +62,16 @@ def check_tables(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         _check("full_kv_num_blocks", full_kv_num_blocks, "full_kv_indices", full_kv_indices, kv_indices)
 
 
+def check_rows(listed: int, seq_lengths: tuple[int, int], size: tuple[int, int]) -> None:
+    """Raises ValueError if there are queries for which lists have no row."""
+    rows = -(-seq_lengths[0] // size[0])
+    if listed < rows:
+        raise ValueError(
+            f"kv_indices lists {listed} rows of blocks, but {seq_lengths[0]} queries in blocks of {size[0]} need {rows}: make a mask "
+            f"for these seq_lengths, {seq_lengths}"
+        )
+
+
 def _check(counts_name: str, counts, indices_name: str, indices, partial: torch.Tensor | None) -> None:
     """Do counts and indices fit together, and full ones to the `partial` indices?"""
     for name, tensor in ((counts_name, counts), (indices_name, indices)):

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 from torch.types import Device
 
-from flexpress.block_lists import check_tables, listed_status, status_of
+from flexpress.block_lists import check_rows, check_tables, listed_status, status_of
 from flexpress.checks import block_size, extent, pair
 from flexpress.given_lists import GivenLists, check_written, orders_of
 from flexpress.mask_attributes import ORDERS, Q_LISTS, MaskAttributes
@@ -194,7 +194,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         where the last query block is cut off by Q_LEN and would not be the last one selected.
         """
         indices = self._indices
-        self._check_rows(indices.shape[2])
+        check_rows(indices.shape[2], self._seq_lengths, self._size)
         extents = tuple(indices.shape[:3])
         names = ("batch", "head", "query block")
         chosen = tuple(selected(i, n, name) for i, n, name in zip(three_indices(index), extents, names, strict=True))

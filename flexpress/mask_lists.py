@@ -10,6 +10,7 @@ import torch
 
 from flexpress.block_lists import (
     capturing,
+    check_rows,
     kernel_size,
     mask_mod_of_lists,
     read_lists,
@@ -103,7 +104,6 @@ class MaskLists:
         "_lists",
         "_current",
         "_as_made",
-        "_check_rows",
         "_grid",
         "_indices",
         "_status",
@@ -246,20 +246,12 @@ class MaskLists:
         """The lists that kernels walk, made anew where the mask's own are others than before."""
         own, walked = self._lists if self._given is None else self._given.lists(self._seq_lengths), self._walked
         if walked is None or walked.own is not own or walked.decided is not decided:
-            self._check_rows(own.kv_indices.shape[2])
+            check_rows(own.kv_indices.shape[2], self._seq_lengths, self._size)
             size = kernel_size(self._size, self._seq_lengths)
             lists = own if size == self._size else regridded(own, size, self._seq_lengths).kept()
             walked = Walked(lists, own, decided, lists is own or decided)
             self._walked = None if capturing(own) else walked
         return walked
-
-    def _check_rows(self, listed: int) -> None:
-        rows = self._grid[0]
-        if listed < rows:
-            raise ValueError(
-                f"kv_indices lists {listed} rows of blocks, but {self._seq_lengths[0]} queries in "
-                f"blocks of {self._size[0]} need {rows}: make a mask for these seq_lengths, {self._seq_lengths}"
-            )
 
     @property
     def _indices(self) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexpress import create_block_mask, custom_ops, flex_attention, mask_lists, mods, update_cache
+from flexpress import BlockMask, create_block_mask, custom_ops, flex_attention, mask_lists, mods, update_cache
 from support.devices import DEVICES
 
 OPS = torch.ops.flexpress
@@ -146,6 +146,36 @@ def test_lists_of_an_operator_are_walked_as_they_are(device, monkeypatch):
     monkeypatch.setattr(mask_lists, "regridded", lambda *_: pytest.fail("made anew"))
     for found, other in zip(call(*given), expected, strict=True):
         assert torch.equal(found, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("of", ["operator", "backward", "mode", "aot_eager"])
+def test_lists_with_too_few_rows_are_refused(of, device):
+    """Kernels would read behind them."""
+    q, k, v = tensors(device, 300)
+    made = create_block_mask(mods.causal, None, None, 70, 70, device)
+
+    def attend(q, k, v, counts, indices):
+        return flex_attention(q, k, v, block_mask=BlockMask.from_kv_blocks(counts, indices, mask_mod=mods.causal, seq_lengths=(300, 300)))
+
+    given = q, k, v, made.kv_num_blocks, made.kv_indices
+    with pytest.raises(ValueError, match="lists 1 rows of blocks, but 300 queries"):
+        if of == "mode":
+            with Seen():
+                attend(*given)
+        elif of == "aot_eager":
+            torch.compile(attend, backend=of, fullgraph=True)(*given)
+        elif of == "backward":
+            rows = create_block_mask(mods.causal, None, None, 300, 300, device)
+            inputs = [t.requires_grad_() for t in (q, k, v)]
+            with Seen() as seen:
+                torch.autograd.grad(flex_attention(*inputs, block_mask=rows).sum(), inputs)
+            (call, arguments), *_ = [(f, a) for f, a in seen.calls if "backward" in f.name()]
+            OPS.flex_attention_backward(*arguments[:10], [t[:, :, :1] for t in arguments[10]], *arguments[11:])
+        else:
+            rows = create_block_mask(mods.causal, None, None, 300, 300, device)
+            call, arguments = recorded(lambda: flex_attention(q, k, v, block_mask=rows))
+            call(*arguments[:6], [t[:, :, :1] for t in arguments[6]], *arguments[7:])
 
 
 @pytest.mark.parametrize("device", DEVICES)
