@@ -28,6 +28,8 @@ def dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient or a tangent that torch hands over, as ordinary memory."""
     if looks_ordinary(gradient):
         return gradient
+    if gradient._is_zerotensor():  # torch's, which has no memory, where a derivative has nothing of another one
+        return gradient.clone()
     return readable(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
 
 

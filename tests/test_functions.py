@@ -117,6 +117,24 @@ def test_tangents_inside_and_outside_of_vmap(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_which_nothing_is_there(device):
+    """The tangent of a loss that is linear: torch's gradients are then zeros without memory."""
+    q, k, v, weights = (torch.randn(1, 1, 5, 8, device=device) for _ in range(4))
+
+    def along(attend, k):
+        return jvp(lambda k: (attend(q, k, v) * weights).sum(), (k,), (k.sin(),))[1]
+
+    def dense(q, k, v):
+        return (q @ k.mT / 8**0.5).softmax(-1) @ v
+
+    torch.testing.assert_close(grad(along, 1)(flex_attention, k), grad(along, 1)(dense, k), rtol=1e-3, atol=1e-5)
+    zeros = torch._efficientzerotensor(q.shape, device=device)
+    x = q.clone().requires_grad_()
+    (found,) = torch.autograd.grad(flex_attention(x, k, v), x, zeros)
+    assert not found.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_jacobians_and_hessians(device):
     q, k, v, slopes, lengths = tensors(device, 1, 2)
 
