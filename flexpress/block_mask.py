@@ -15,14 +15,15 @@ from torch.types import Device
 from flexpress.block_lists import check_rows, check_tables, listed_status, status_of
 from flexpress.checks import block_size, extent, pair
 from flexpress.given_lists import GivenLists, check_written, orders_of
-from flexpress.mask_attributes import ORDERS, Q_LISTS, MaskAttributes
+from flexpress.mask_attributes import KV_LISTS, ORDERS, Q_LISTS, MaskAttributes
 from flexpress.mask_mods import noop_mask, same_mod
 from flexpress.mods import MaskMod
 from flexpress.plain_arguments import named_device
 from flexpress.slices import Places, Selection, selected, shown, take, three_indices
 
 from .codegen.compiling import runs_uncompiled
-from .codegen.mod.tensors import check_surroundings
+from .codegen.mod.levels import of_all_calls
+from .codegen.mod.tensors import check_surroundings, followed, is_transformed
 from .codegen.plan.tiles import BLOCK
 from .codegen.run.block_lists import BlockLists, lists_of
 
@@ -84,7 +85,9 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         lengths, size = pair("seq_lengths", seq_lengths, 0, "a pair of lengths (Q_LEN, KV_LEN)"), block_size(BLOCK_SIZE)
         tables, written = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices), (q_num_blocks, q_indices)
         if not torch.compiler.is_dynamo_compiling():  # there the call with the mask looks at lists
-            check_surroundings("BlockMask")
+            if not (is_transformed() and followed("BlockMask")):
+                check_surroundings("BlockMask")
+            tables = tuple(map(of_all_calls, KV_LISTS, tables))
             if not callable(mask_mod):
                 raise TypeError(f"mask_mod must be a function, got {type(mask_mod).__name__}")
             check_tables(*tables)

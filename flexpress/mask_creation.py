@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 
 import torch
@@ -13,12 +14,13 @@ from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.plain_arguments import resolve_device
 from flexpress.programs import argument_of, captures_of
-from flexpress.recorded import bound_mod
+from flexpress.recorded import bound_mod, graph_and_values
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.graph_text import text_of
-from .codegen.mod.tensors import check_surroundings, read_captured, recording
+from .codegen.mod.levels import of_all_calls, untransformed
+from .codegen.mod.tensors import check_surroundings, followed, is_transformed, read_captured, recording
 from .codegen.mod.wide import in_wide_integers
 from .codegen.run import masks
 from .codegen.run.block_lists import lists_of
@@ -80,18 +82,18 @@ def create_block_mask(
     Printed kernels decide whole blocks by bounds of mask_mod where bounds tell, and evaluate it position by position in the others; no
     mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the mod cannot be traced, ValueError or TypeError for other arguments.
     """
-    check_surroundings("create_block_mask")
     extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
     if recording():
+        check_surroundings("create_block_mask")
         tables = _tables(mask_mod, *extents, device, size, separate_full_blocks, capacity)
         return _closed(tables, {"mask_mod": mask_mod, "BLOCK_SIZE": size, "Q_LEN": extents[2], "KV_LEN": extents[3]})
     capacity = capacity if capacity is None else whole("capacity", capacity)
     device = resolve_device(device)
-    bound = in_wide_integers(bind(mask_mod, "mask", device), extents)
-    read_captured(bound, device, "mask_mod")
+    bound, around = _bound(mask_mod, "mask", device, extents, "create_block_mask")
     if capacity is None and is_capturing(device):
         capacity = -(-extents[3] // size[1])  # nobody can wait
-    lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
+    with around:
+        lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
     return BlockMask._made(extents[2:], lists_of(lists, *size, interior=True), mask_mod, agrees=True, fixed=not bound[1])
 
 
@@ -106,17 +108,34 @@ def create_mask(mod_fn: MaskMod | ScoreMod, B: int | None, H: int | None, Q_LEN:
     For looking at and for tests: attention never needs it. Raises ModError if the mod cannot be traced, ValueError or TypeError for other
     arguments, NotImplementedError for a device without kernels.
     """
-    check_surroundings("create_mask")
     if not callable(mod_fn):
         raise TypeError(f"mod_fn must be a mask_mod or a score_mod, got {type(mod_fn).__name__}")
     extents, device = _extents(B, H, Q_LEN, KV_LEN), resolve_device(device)
     kind = "score" if _positional(mod_fn) == 5 else "mask"
     if recording():
+        check_surroundings("create_mask")
         graph, values = bound_mod(mod_fn, kind, device)
         return torch.ops.flexpress.dense_mask(*captures_of((graph, values)), list(extents), device, argument_of(text_of(graph)))
-    bound = in_wide_integers(bind(mod_fn, kind, device), extents)
-    read_captured(bound, device, f"{kind}_mod")
-    return masks.dense_mask(bound, *extents, device)
+    bound, around = _bound(mod_fn, kind, device, extents, "create_mask")
+    with around:
+        return masks.dense_mask(bound, *extents, device)
+
+
+def _bound(mod, kind: str, device: torch.device, extents: tuple, function: str) -> tuple[tuple, contextlib.AbstractContextManager]:
+    """A bound mod as kernels read it, and what its mask is to be made in. Inside transforms of torch.func, which a mask has nothing to do
+    with, they are outside of these."""
+    if not (is_transformed() and followed(function)):
+        check_surroundings(function)
+        bound = in_wide_integers(bind(mod, kind, device), extents)
+        read_captured(bound, device, f"{kind}_mod")
+        return bound, contextlib.nullcontext()
+    graph, values = graph_and_values(mod, kind, device)
+    names = [f"{kind}_mod {graph.name} captures {capture.name}, which" for capture in graph.tensors]
+    values = [*map(of_all_calls, names, values), *values[len(names) :]]
+    with untransformed():
+        bound = in_wide_integers((graph, values), extents)
+        read_captured(bound, device, f"{kind}_mod")
+    return bound, untransformed()
 
 
 def _positional(mod) -> int:

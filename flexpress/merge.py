@@ -9,6 +9,8 @@ import torch
 
 from flexpress.cache_checks import check_still_there
 
+from .codegen.mod.tensors import is_moving
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -67,5 +69,5 @@ def _check_parts(name: str, parts) -> None:
             raise TypeError(f"{called} must be a torch.Tensor, got {type(part).__name__}")
         if part.is_nested or part.layout is not torch.strided:
             raise TypeError(f"{called} must be a dense tensor, got a nested one or one of layout {part.layout}; pad or densify it")
-        if not torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_dynamo_compiling() and not is_moving(part):
             check_still_there(called, part)

@@ -10,9 +10,10 @@ from flexpress.packed_checks import check_packed
 from flexpress.packing import packing_of
 from flexpress.probabilities import NOTHING, look
 from flexpress.recorded import Recorded
-from flexpress.transformed import Transformed, without_levels
+from flexpress.transformed import Transformed
 
-from .codegen.mod.tensors import followed, read_captured, tracing, untransformed
+from .codegen.mod.levels import untransformed, without_levels
+from .codegen.mod.tensors import followed, read_captured, tracing
 from .codegen.run.call import Bound
 from .codegen.run.statistics import Statistics, Wanted
 

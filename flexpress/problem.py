@@ -15,7 +15,8 @@ from flexpress.programs import on_device
 
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.folded import folded_graph
-from .codegen.mod.tensors import looks_ordinary, read_captured, readable, untransformed
+from .codegen.mod.levels import untransformed
+from .codegen.mod.tensors import looks_ordinary, read_captured, readable
 from .codegen.mod.trace import traced_once
 from .codegen.mod.wide import in_wide_integers
 from .codegen.plan.forward import Options

@@ -16,6 +16,7 @@ from flexpress.block_mask import BlockMask
 from flexpress.dropout import Dropout
 from flexpress.float8 import FLOAT8, Quantised, check_quantised, refuse_gradients
 from flexpress.foreign_masks import foreign_lists, is_foreign_mask
+from flexpress.mask_attributes import KV_LISTS
 from flexpress.mask_mods import check_made_of
 from flexpress.programs import captures_of, mod_program
 from flexpress.scales import read_scale
@@ -23,6 +24,7 @@ from flexpress.sinks import check_sinks
 
 from .codegen.mod.bind import bind, bind_once
 from .codegen.mod.dtypes import dtype_name
+from .codegen.mod.levels import of_all_calls
 from .codegen.mod.tensors import check_kind, check_surroundings, is_transformed, tracing
 from .codegen.plan.forward import Options
 from .codegen.run.block_lists import BlockLists
@@ -119,8 +121,9 @@ def recorded(
     """The arguments of flex_attention; `packed` as for call.bound."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
-            "flex_attention was called inside a transform of torch.func (vmap, grad, jvp, ...) that is recorded: operators follow none. "
-            "Under torch.compile leave out fullgraph=True, so that the transform runs outside of the graph"
+            "flex_attention was called inside a transform of torch.func (vmap, grad, jvp, ...) that is recorded, by torch.compile or a "
+            "dispatch mode such as FlopCounterMode: operators follow no transform. Leave out fullgraph=True, so that it runs outside of "
+            "the graph, or the mode"
         )
     check_surroundings("flex_attention")
     modes = [getattr(t, "fake_mode", None) for t in (query, key, value)]
@@ -157,6 +160,7 @@ def lists_of_mask(block_mask, query, key, mask_mod) -> tuple:
         lists, decided = block_mask.as_lists(), block_mask._decided
     else:
         lengths, tables = foreign_lists(block_mask, (query.shape[2], key.shape[2]))
+        tables = map(of_all_calls, [f"block_mask.{name}" for name in KV_LISTS], tables)
         lists, decided = read_lists(*tables, checks.block_size(block_mask.BLOCK_SIZE), lengths), False
     checks.check_mask_fits(lists, tuple(lengths), query, key, (*lists.kv_indices.shape[:2], *lengths))
     return lists, decided, block_mask.mask_mod

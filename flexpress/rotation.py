@@ -10,8 +10,8 @@ from flexpress.custom_ops import fake_of, operator
 from flexpress.in_graph import compilable
 from flexpress.kv_cache import readable
 from flexpress.rope import check_reached, check_rope, rotated
-from flexpress.transformed import without_levels
 
+from .codegen.mod.levels import without_levels
 from .codegen.mod.tensors import is_transformed
 from .codegen.run.call import Cached
 from .codegen.run.update_cache import update

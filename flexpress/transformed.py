@@ -19,7 +19,8 @@ from flexpress.sinks import check_sinks, fold_sinks
 
 from .codegen.mod.bind import bind_once
 from .codegen.mod.expr import ModGraph
-from .codegen.mod.tensors import followed, untransformed
+from .codegen.mod.levels import untransformed
+from .codegen.mod.tensors import followed
 from .codegen.run.call import ExtraInputs
 
 
@@ -101,14 +102,3 @@ def _traced(mod, kind: str, device: torch.device) -> tuple[tuple[ModGraph, list]
     graph, values = bind_once(mod, kind, device)
     count = len(graph.tensors)
     return (graph, values[count:]), values[:count]
-
-
-def without_levels(integers):
-    """A tensor of integers without what torch.func's derivatives put around it, which have nothing to do with it. What vmap maps stays, and
-    so does what is no tensor."""
-    functorch, inner = torch._C._functorch, integers
-    while isinstance(inner, torch.Tensor) and functorch.is_functorch_wrapped_tensor(inner):
-        if functorch.is_batchedtensor(inner):
-            return integers
-        inner = functorch.get_unwrapped(inner)
-    return inner

@@ -6,11 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as torchs
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves
 
-from flexpress import create_block_mask, flash_attn, flex_attention, mods, scaled_dot_product_attention, varlen_attention
+from flexpress import (
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    flash_attn,
+    flex_attention,
+    mods,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
 from flexpress.flash import flash_attn_func
 from support.dense import dense_attention
 from support.devices import DEVICES
@@ -167,6 +177,70 @@ def test_masks_made_before(device):
         torch.testing.assert_close(grad(lambda *x, total=total: vmap(total)(*x).sum())(*x), wanted)
         moved = jvp(lambda q, total=total: vmap(total)(q, *x[1:]).sum(), (x[0],), (x[0],))[1]
         torch.testing.assert_close(moved, (wanted * x[0]).sum(), rtol=1e-4, atol=1e-4)
+
+
+MASKS_MADE = {
+    "ours": lambda mod, device: create_block_mask(mod, None, None, 20, 20, device, 16),
+    "torch's": lambda mod, device: torchs.create_block_mask(mod, None, None, 20, 20, device=device, BLOCK_SIZE=16),
+    "of lists": lambda mod, device: BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 2, dtype=torch.int32, device=device) + torch.arange(2, device=device).int(),
+        torch.arange(2, device=device).int().expand(1, 1, 2, 2).contiguous(),
+        BLOCK_SIZE=16,
+        mask_mod=mod,
+        seq_lengths=(20, 20),
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["ours", "torch's", "of lists"])
+def test_masks_made_inside(name, device):
+    """As a model makes its mask in each forward pass: a mask has no derivative."""
+    q, k, v = (torch.randn(1, 2, 20, 8, device=device) for _ in range(3))
+    reach = torch.tensor(7, device=device)
+
+    def attend(q, reach):
+        def mask_mod(b, h, q_idx, kv_idx):
+            return (q_idx >= kv_idx) & (q_idx - kv_idx < reach)
+
+        return flex_attention(q, k, v, block_mask=MASKS_MADE[name](mask_mod, device))
+
+    def masked(q, reach):
+        return flex_attention(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < reach))
+
+    for along in (
+        lambda f: jvp(lambda q: f(q, reach), (q,), (k,))[1],
+        lambda f: grad(lambda q: f(q, reach).square().sum())(q),
+        lambda f: jvp(grad(lambda q: f(q, reach).square().sum()), (q,), (k,))[1],
+        lambda f: vmap(lambda q: f(q, reach))(torch.stack([q, k])),
+        lambda f: grad(lambda q, far: f(q, far).square().sum(), (0, 1))(q, reach.float())[0],
+    ):
+        torch.testing.assert_close(along(attend), along(masked), rtol=1e-4, atol=1e-5)
+    if name == "ours":
+        with pytest.raises(NotImplementedError, match="captures .*, which is mapped by vmap.*pass mask_mod="):
+            vmap(lambda far: attend(q, far))(torch.stack([reach, reach]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dense_masks_made_inside(device):
+    reach = torch.tensor(2.0, device=device)
+
+    def count(q, reach):
+        return (q.sum() * create_mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < reach, 1, 1, 4, 4, device)).sum()
+
+    assert grad(count)(torch.ones(3, device=device), reach).tolist() == [13.0] * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_inference_mode(device):
+    """As likelihoods of flows are evaluated."""
+    q, k, v = torch.randn(3, 1, 2, 12, 8, device=device).unbind()
+    wanted = jvp(lambda q: flex_attention(q, k, v), (q,), (k,))
+    with torch.inference_mode():
+        x = [t.clone() for t in (q, k, v)]
+        torch.testing.assert_close(jvp(lambda q: flex_attention(q, *x[1:]), (x[0],), (x[1],)), wanted)
+        found = jvp(grad(lambda q: flex_attention(q, *x[1:]).square().sum()), (x[0],), (x[1],))[1]
+    torch.testing.assert_close(found, jvp(grad(lambda q: flex_attention(q, k, v).square().sum()), (q,), (k,))[1])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -178,3 +178,22 @@ def test_parts_of_half_precision_alone_are_merged_in_float32(dtype):
     assert out.dtype == dtype and (out == 1).all()
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse, torch.full((3,), 4096.0).log(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inside_transforms(device):
+    q, k, v = torch.randn(3, 1, 2, 20, 8, device=device).unbind()
+
+    def merged(q):
+        parts = (flex_attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(7), slice(7, 20)))
+        return merge_attention(*zip(*parts, strict=True))[0]
+
+    def whole(q):
+        return flex_attention(q, k, v)
+
+    for along in (
+        lambda f: torch.func.jvp(f, (q,), (k,))[1],
+        lambda f: torch.func.grad(lambda q: f(q).square().sum())(q),
+        lambda f: torch.func.vmap(f)(torch.stack([q, k])),
+    ):
+        torch.testing.assert_close(along(merged), along(whole), rtol=1e-4, atol=1e-5)

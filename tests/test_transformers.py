@@ -50,6 +50,29 @@ def test_padding_at_the_right(name, device):
 
 
 @on_devices
+@pytest.mark.parametrize("padded", [0, -5])
+def test_inside_transforms(padded, device):
+    """Gradients, tangents and gradients of each sequence, of a model that makes its masks inside."""
+    given = models.inputs_of("llama", device, 18, padded)
+    ids, seen = given["input_ids"], given["attention_mask"]
+
+    def along(implementation):
+        model = models.model_of("llama", device, attn_implementation=implementation, use_cache=False).eval()
+        parameters = {name: t.detach() for name, t in model.named_parameters()}
+
+        def loss(parameters, ids, seen):
+            logits = torch.func.functional_call(model, parameters, (), {"input_ids": ids[None], "attention_mask": seen[None]}).logits
+            return (logits * seen[None, :, None]).square().mean()
+
+        grad = torch.func.grad(loss)
+        first = grad(parameters, ids[0], seen[0])
+        tangent = torch.func.jvp(lambda p: loss(p, ids[0], seen[0]), (parameters,), (first,))[1]
+        return tangent, first, torch.func.vmap(grad, (None, 0, 0))(parameters, ids, seen)
+
+    torch.testing.assert_close(along("flexpress"), along("eager"), rtol=1e-3, atol=1e-4)
+
+
+@on_devices
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_packed_position_ids(name, device):
     """Sequences one after another: what follows a position 0 does not see what is before it."""

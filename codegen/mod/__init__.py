@@ -52,6 +52,7 @@ audit        what no stand-in can see: a function's bytecode
 purity       what of libraries may be called again
 randomness   random numbers, which are refused
 tensors      which tensors kernels can read
+levels       what transforms of torch.func put around tensors
 
 What follows from a graph
 

@@ -6,7 +6,6 @@ be turned) have none, or one that means something else. All that is asked of a t
 
 from __future__ import annotations
 
-import contextlib
 import sys
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from ..compiling import runs_uncompiled
 from ..registry import remembered
+from .levels import has_tangent
 
 DTYPES = frozenset(
     (
@@ -86,7 +86,7 @@ def is_moving(tensor) -> bool:
         return False
     if _transform() is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return has_tangent(tensor)
 
 
 def followed(name: str) -> bool:
@@ -113,15 +113,6 @@ def check_still(function: str, *tensors) -> None:
         raise NotImplementedError(
             f"{function} was given a dual tensor with a tangent, and has no forward-mode derivative; flex_attention has"
         )
-
-
-@contextlib.contextmanager
-def untransformed():
-    """For work on tensors that no transform stands for: torch.func sees nothing of it."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # there already, where there are transforms
-
-    with temporarily_clear_interpreter_stack():
-        yield
 
 
 def is_unseen() -> bool:
@@ -249,7 +240,7 @@ def _kind(tensor: torch.Tensor) -> str | None:
             "one of several that is_grads_batched=True, or vectorize=True, hands over at once; use vmap of the backward pass, jacrev, "
             "jacfwd or hessian of torch.func"
         )
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+    if has_tangent(tensor):
         return "a dual tensor with a tangent, where it cannot be followed; call jvp, or forward_ad, around an eager flex_attention"
     if tensor.device.type in ("cpu", "cuda") and not tensor.is_complex():
         keys = torch._C._dispatch_keys(tensor.resolve_neg()).raw_repr()

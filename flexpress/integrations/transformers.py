@@ -29,6 +29,8 @@ from flexpress.mask_mods import without_ones
 from flexpress.mods import causal
 
 from ..codegen.mod.bind import bind
+from ..codegen.mod.levels import is_mapped
+from ..codegen.mod.tensors import is_transformed
 from .transformers_mask import Mask
 
 NAME = "flexpress"
@@ -118,7 +120,7 @@ def mask(
         q_offset = q_offset.clone()  # the cache adds to its own in place, before the kernels read this
     mask_mod = _mask_mod(mask_function, q_offset, kv_offset, None if padding is None else padding.expand(batch_size, -1))
     block_mask = None
-    if torch.compiler.is_compiling() or bind(mask_mod, "mask", device)[0].tensors:
+    if torch.compiler.is_compiling() or (not is_transformed() and bind(mask_mod, "mask", device)[0].tensors):
         columns = -(-kv_length // DEFAULT_BLOCK_SIZE)  # as many as there are: nobody waits for the densest row
         block_mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device, capacity=columns)
     return Mask((batch_size, 1, q_length, kv_length), mask_mod, block_mask, config)
@@ -138,7 +140,7 @@ def _padding(attention_mask: torch.Tensor | None, length: int, queries: tuple[in
 
 
 def _without_values(tensor: torch.Tensor) -> bool:
-    return _is_tracing(tensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    return _is_tracing(tensor) or is_mapped(tensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _mask_mod(mask_function: Callable, q_offset: int | torch.Tensor, kv_offset: int, padding: torch.Tensor | None) -> Callable:
