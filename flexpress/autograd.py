@@ -12,6 +12,7 @@ from flexpress.problem import Problem, dense
 from flexpress.sinks import before_sinks
 
 from .codegen.compiling import runs_uncompiled
+from .codegen.mod.levels import one_by_one
 from .codegen.mod.loads import reached_by_gradients
 from .codegen.mod.tensors import check_values, is_transformed, is_unseen
 from .codegen.run.backward import backward, begin
@@ -84,6 +85,7 @@ class _Attention(torch.autograd.Function):
         return out, lse, max_scores
 
     @staticmethod
+    @one_by_one
     def backward(ctx, d_out, d_lse, _):
         if d_out is None and d_lse is None:
             return (None,) * len(ctx.needs_input_grad)

@@ -23,6 +23,7 @@ from flexpress.mapped import BATCH, inputs_of, mapped
 from flexpress.problem import Problem, dense
 
 from .codegen.compiling import runs_uncompiled
+from .codegen.mod.levels import one_by_one
 from .codegen.run.backward import backward
 from .codegen.run.call import Rows
 from .codegen.run.captured import distinct
@@ -59,6 +60,7 @@ class Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @one_by_one
     def backward(ctx, d_out, d_lse, *_):
         found = gradients_of(ctx.problem, ctx.saved_tensors, d_out, d_lse, ctx.needs_input_grad[1:])
         return None, *found
@@ -94,6 +96,7 @@ class Tangents(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @one_by_one
     def backward(ctx, d_out, d_lse, _, __, d_out_t, d_lse_t):
         out, rows, *tensors = ctx.saved_tensors
         x, direction = _halves(tensors)
@@ -139,6 +142,7 @@ class Gradients(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @one_by_one
     def backward(ctx, *direction):
         d_out, d_lse, _, _, *x = ctx.saved_tensors
         needs_out, needs_lse, _, _, *needs = ctx.needs_input_grad[2:]

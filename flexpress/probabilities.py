@@ -20,6 +20,7 @@ from flexpress.sinks import before_sinks, sink_shares
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.gpus import WIDEST_TILE
+from .codegen.mod.levels import one_by_one
 from .codegen.mod.scaled import scaled_graph
 from .codegen.run.call import Bound
 from .codegen.run.captured import all_apart
@@ -83,6 +84,7 @@ class _Looked(torch.autograd.Function):
         return tuple(t for t in found if t is not None)
 
     @staticmethod
+    @one_by_one
     def backward(ctx, *given):
         given = iter(given)
         d_entropy, _, d_sums = (next(given) if asked else None for asked in ctx.wanted)

@@ -255,6 +255,38 @@ def test_batched_gradients(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_several_gradients_at_once(dropout_p, device):
+    """As is_grads_batched=True and vectorize=True ask for them."""
+    q, k, v, slopes = (t.to(device) for t in (*torch.randn(3, 1, 2, 9, 8).unbind(), torch.rand(2)))
+    dropout = {"dropout_p": dropout_p, "dropout_seed": torch.tensor([4], device=device)} if dropout_p else {}
+    weights = torch.randn(3, 1, 2, 9, 8, device=device)
+
+    def attend(q, k, v, slopes):
+        return flex_attention(q, k, v, mods.alibi(slopes), mask_mod=mods.causal, **dropout)
+
+    x = [t.requires_grad_() for t in (q, k, v, slopes)]
+    out = attend(*x)
+    found = torch.autograd.grad(out, x, weights, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, x, w, retain_graph=True) for w in weights]
+    for several, alone in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(several, torch.stack(alone), rtol=1e-5, atol=1e-6)
+    functional = torch.autograd.functional
+    of_some = [
+        lambda vectorize: functional.jacobian(lambda q: attend(q, k, v, slopes)[:, :, 4:6, :2], q, vectorize=vectorize),
+        lambda vectorize: functional.hessian(lambda s: attend(q, k, v, s).square().sum(), slopes, vectorize=vectorize),
+    ]
+    for run in of_some:
+        torch.testing.assert_close(run(True), run(False), rtol=1e-4, atol=1e-5)
+    (forces,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)  # a force field's, and its Hessian
+    rows = torch.eye(forces.numel(), device=device)[40:44]
+    (found,) = torch.autograd.grad(forces.flatten(), q, rows, is_grads_batched=True, retain_graph=True)
+    wanted = [torch.autograd.grad(forces.flatten(), q, row, retain_graph=True)[0] for row in rows]
+    assert found.any()
+    torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_functional_call_of_an_ensemble(device):
     """Gradients of each example, and of each of several models, whose learned bias the mod captures."""
 
@@ -473,5 +505,5 @@ def test_what_is_written_for_flash_attn(kind, device):
 def test_a_transform_in_one_graph_is_refused_in_words():
     q = torch.randn(1, 1, 9, 8)
     squared = grad(lambda x: flex_attention(x, x, x).square().sum())
-    with pytest.raises(Exception, match="Under torch.compile leave out fullgraph=True"):
+    with pytest.raises(Exception, match="Leave out fullgraph=True"):
         torch.compile(squared, backend="eager", fullgraph=True)(q)

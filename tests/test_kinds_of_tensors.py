@@ -208,7 +208,8 @@ CALLS = {
 
 
 FOLLOWING = {  # tests/test_functions.py
-    *("flex_attention", "varlen_attention", "flash_attn_func", "flash_attn_varlen_func", "scaled_dot_product_attention")
+    *("flex_attention", "varlen_attention", "flash_attn_func", "flash_attn_varlen_func", "scaled_dot_product_attention"),
+    *("create_mask", "create_block_mask", "BlockMask"),
 }
 
 
@@ -252,12 +253,16 @@ def test_tangents_are_refused_in_words():
         flex_attention(Q, Q, Q)
 
 
-def test_batched_gradients_are_refused_in_words():
-    """is_grads_batched maps the backward pass by means of its own, which autograd.Functions cannot follow; torch.func.vmap can."""
+def test_batched_gradients_inside_of_each_other_are_refused_in_words():
+    """is_grads_batched maps the backward pass by means of its own; which of two a tensor is of is not known."""
     q = Q.clone().requires_grad_()
     out = flex_attention(q, Q, Q)
-    with pytest.raises((NotImplementedError, RuntimeError), match="backward pass of flex_attention|gradient of flex_attention"):
-        torch.autograd.grad(out, q, torch.ones(2, *out.shape), is_grads_batched=True)
+
+    def several(scale):
+        return torch.autograd.grad(out, q, torch.ones(2, *out.shape) * scale, is_grads_batched=True, retain_graph=True)[0]
+
+    with pytest.raises((NotImplementedError, RuntimeError), match="one of several that is_grads_batched=True"):
+        torch._vmap_internals._vmap(several)(torch.ones(3))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 
 import torch
 from torch.autograd import forward_ad
+
+_BATCHED = torch._C._parse_dispatch_key("Batched")  # of tensors that autograd's own vmap makes; None in a torch without it
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
@@ -38,6 +42,31 @@ def of_all_calls(name: str, values):
             "the mask of each"
         )
     return without_levels(values)
+
+
+def is_one_of_several(tensor) -> bool:
+    """Is it a tensor of autograd's own vmap, by which is_grads_batched=True and vectorize=True ask for several gradients at once?"""
+    return _BATCHED is not None and isinstance(tensor, torch.Tensor) and torch._C._dispatch_keys(tensor).has(_BATCHED)
+
+
+def one_by_one(backward: Callable) -> Callable:
+    """Decorator of an autograd.Function's backward pass: of several at once it is run for each, one after another."""
+
+    @functools.wraps(backward)
+    def each(ctx, *gradients):
+        if not any([g is not None and is_one_of_several(g) for g in gradients]):
+            return backward(ctx, *gradients)
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        if level > 1:  # whose is which is not known
+            return backward(ctx, *gradients)
+        given = [torch._remove_batch_dim(g, level, 1, 0) if is_one_of_several(g) else g for g in gradients]
+        size = next(len(g) for g, was in zip(given, gradients, strict=True) if g is not was)
+        runs = [backward(ctx, *(g if g is was else g[i] for g, was in zip(given, gradients, strict=True))) for i in range(size)]
+        found = (None if of_each[0] is None else torch.stack(of_each) for of_each in zip(*runs, strict=True))
+        return tuple(t if t is None else torch._add_batch_dim(t, 0, level) for t in found)
+
+    return each
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from ..compiling import runs_uncompiled
 from ..registry import remembered
-from .levels import has_tangent
+from .levels import has_tangent, is_one_of_several
 
 DTYPES = frozenset(
     (
@@ -37,7 +37,6 @@ ORDINARY = (torch.Tensor, torch.nn.Parameter)  # what most calls are made with
 _transform = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
 _traced = torch._C._is_tracing
-_BATCHED = torch._C._parse_dispatch_key("Batched")  # of tensors that autograd's own vmap makes; None in a torch without it
 
 
 def check_surroundings(name: str) -> None:
@@ -235,7 +234,7 @@ def _kind(tensor: torch.Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         word = "a sparse" if "sparse" in str(tensor.layout) else "a"
         return f"{word} tensor of layout {tensor.layout}; pass .to_dense()"
-    if _BATCHED is not None and torch._C._dispatch_keys(tensor).has(_BATCHED):
+    if is_one_of_several(tensor):
         return (
             "one of several that is_grads_batched=True, or vectorize=True, hands over at once; use vmap of the backward pass, jacrev, "
             "jacfwd or hessian of torch.func"
