@@ -53,18 +53,20 @@ def bound(
     sinks=None,
     dropout=None,
     quantised=None,
+    of_operator=False,
 ) -> Bound | Recorded | Transformed:
     """The arguments of flex_attention, checked, its mods bound, and its block lists.
 
     packed   where sequences start among the queries and among the keys, int32 (n + 1,) each, if these are packed sequences
     read     makes what a bound mod captures readable, in place
     sinks, dropout, quantised   as flexpress.sinks, flexpress.dropout and flexpress.float8 read them
+    of_operator   an operator was called, which is below all that records and transforms calls: a Bound is returned
     """
     q, k, v = query, key, value
     inputs = None if _autocasts() else as_before(q, k, v, enable_gqa)
     if inputs is None:
         asked = score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout, quantised
-        if not are_plain(q, k, v):
+        if not of_operator and not are_plain(q, k, v):
             if (unusual := _unusual(q, k, v, asked)) is not None:
                 return unusual
             q, k, v = readable_inputs(q, k, v)

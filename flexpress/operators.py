@@ -83,6 +83,7 @@ def call_of(
         sinks=sinks,
         dropout=seed if seed is None else Dropout(program.dropout_p, seed),
         quantised=quantised(*scales, program.out_dtype),
+        of_operator=True,
     )
 
 

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexpress import BlockMask, create_block_mask, custom_ops, flex_attention, mask_lists, mods, update_cache
+from flexpress import (
+    AuxRequest,
+    BlockMask,
+    cached_attention,
+    create_block_mask,
+    custom_ops,
+    flex_attention,
+    mask_lists,
+    mods,
+    update_cache,
+    varlen_attention,
+)
 from support.devices import DEVICES
 
 OPS = torch.ops.flexpress
@@ -146,6 +158,29 @@ def test_lists_of_an_operator_are_walked_as_they_are(device, monkeypatch):
     monkeypatch.setattr(mask_lists, "regridded", lambda *_: pytest.fail("made anew"))
     for found, other in zip(call(*given), expected, strict=True):
         assert torch.equal(found, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["attention", "mask_mod", "statistics", "cached", "packed"])
+def test_where_another_thread_has_a_level_of_forward_mode(name, device):
+    """Levels are those of the process; an operator is below all of them."""
+    q, k, v = tensors(device)
+    mask = create_block_mask(mods.causal, None, None, 70, 70, device)
+    cache, kv_len = [t.transpose(1, 2).contiguous() for t in (k, v)], torch.tensor([50], dtype=torch.int32, device=device)
+    packed, ends = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)], torch.tensor([0, 30, 70], dtype=torch.int32, device=device)
+    request = AuxRequest(entropy=True)
+    calls = {
+        "attention": lambda: flex_attention(q, k, v, block_mask=mask),
+        "mask_mod": lambda: flex_attention(q, k, v, mask_mod=mods.causal),
+        "statistics": lambda: flex_attention(q, k, v, mask_mod=mods.causal, return_aux=request)[1].entropy,
+        "cached": lambda: cached_attention(q[:, :, :1], *cache, kv_len),
+        "packed": lambda: varlen_attention(*packed, ends, mask_mod=mods.causal),
+    }
+    wanted = calls[name]()
+    with forward_ad.dual_level():
+        with Seen() as seen:
+            assert torch.equal(calls[name](), wanted)
+        assert seen.calls
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,12 +9,16 @@ from collections.abc import Callable
 import torch
 from torch.autograd import forward_ad
 
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _BATCHED = torch._C._parse_dispatch_key("Batched")  # of tensors that autograd's own vmap makes; None in a torch without it
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Has it one in forward mode? One of inference mode has none, and must not be asked."""
-    return forward_ad._current_level >= 0 and not tensor.is_inference() and forward_ad.unpack_dual(tensor).tangent is not None
+    """Has it one in forward mode? Inside of an operator, which is below autograd, none has, and none of inference mode: torch must not be
+    asked."""
+    if forward_ad._current_level < 0 or tensor.is_inference() or torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def without_levels(values):
