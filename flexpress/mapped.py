@@ -22,7 +22,7 @@ def mapped(function, info, in_dims, problem: Problem, wanted: tuple[int, ...] | 
     kinds    of the tensors; the first one has all entries of the batch, while keys and values may have one for all
     """
     size, dims = info.batch_size, in_dims[len(in_dims) - len(tensors) :]
-    if problem.dropout is not None:  # in a larger batch other weights would be dropped
+    if problem.dropout is not None and size:  # in a larger batch other weights would be dropped
         return _one_by_one(function, size, dims, problem, () if wanted is None else (wanted,), tensors)
     own = frozenset(kind for kind, dim in zip(kinds, dims, strict=True) if kind != BATCH and dim is not None) | frozenset(wanted or ())
     spread = [_spread(t, dim, kind, kind in own, size) for t, dim, kind in zip(tensors, dims, kinds, strict=True)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from flexpress.block_lists import made_transposed
-from flexpress.custom_ops import operator, operator_of_mods
+from flexpress.custom_ops import fake_of, operator, operator_of_mods
 from flexpress.plain_arguments import resolve_device
 from flexpress.programs import bound_graph, on_device, read_graph_once
 
@@ -52,7 +52,7 @@ def _mask(tensors: list[torch.Tensor], ints: list[int], floats: list[float], dev
     return in_wide_integers(bound_mod, tuple(extents))
 
 
-@block_lists.register_fake
+@fake_of(block_lists)
 def _(tensors, ints, floats, extents, size, separate_full, capacity, device, mask):
     rows, columns = (-(-n // block) for n, block in zip(extents[2:], size, strict=True))
     counts, width = (*extents[:2], rows), columns if capacity is None else torch.sym_min(capacity, columns)
@@ -66,7 +66,7 @@ def transposed_lists(lists: list[torch.Tensor], KV_LEN: int, size: list[int], in
     return list(made_transposed(lists_of(lists, *size, interior), KV_LEN, wait=False).tables)
 
 
-@transposed_lists.register_fake
+@fake_of(transposed_lists)
 def _(lists, KV_LEN, size, interior):
     Z, H, rows = lists[0].shape
     counts = Z, H, -(-KV_LEN // size[1])
@@ -83,6 +83,6 @@ def dense_mask(
     return masks.dense_mask(_mask(tensors, ints, floats, device, mod, extents), *extents, device)
 
 
-@dense_mask.register_fake
+@fake_of(dense_mask)
 def _(tensors, ints, floats, extents, device, mod):
     return torch.empty(extents, dtype=torch.bool, device=device)

@@ -22,7 +22,7 @@ from flexpress.autograd import ONCE
 from flexpress.block_lists import walked_in_every_length
 from flexpress.block_mask import BlockMask
 from flexpress.call import bound
-from flexpress.custom_ops import operator_of_mods
+from flexpress.custom_ops import fake_of, operator_of_mods
 from flexpress.dropout import Dropout
 from flexpress.float8 import output_dtype, quantised
 from flexpress.mask_lists import ListedMask
@@ -132,7 +132,7 @@ def _or_empty(tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
     return empty((0,), (1,), torch.float32, query.device) if tensor is None else tensor
 
 
-@flex_attention.register_fake
+@fake_of(flex_attention)
 def _(query, key, value, tensors, ints, floats, lists, starts, scale, program, sinks=None, seed=None, *_):
     wanted = read_program(program)
     statistics = functools.partial(query.new_empty, dtype=torch.float32)
@@ -202,7 +202,7 @@ def gradient_like(tensor: torch.Tensor) -> torch.Tensor:
     return traced_like(tensor, tensor.shape[3]) if tensor.ndim == 4 else tensor.new_empty(tensor.shape)
 
 
-@flex_attention_backward.register_fake
+@fake_of(flex_attention_backward)
 def _(d_out, d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted, sinks=None, seed=None):
     return [gradient_like(t) for t in _learned(query, key, value, sinks, tensors, wanted)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from flexpress.custom_ops import operator_of_mods
+from flexpress.custom_ops import fake_of, operator_of_mods
 from flexpress.operators import call_of, gradient_like, laid_out_as, no_gradients
 from flexpress.probabilities import LOOKED_ONCE, gradients, parts_of_call
 from flexpress.programs import Captures, read_program
@@ -45,7 +45,7 @@ def probability_statistics(
     return tuple(t if t is not None else query.new_empty(0, dtype=dtype) for t, dtype in zip(found, _STATISTICS, strict=True))
 
 
-@probability_statistics.register_fake
+@fake_of(probability_statistics)
 def _(query, key, tensors, ints, floats, lists, scale, program, entropy, top_index, column_sums, sinks=None):
     rows = query.shape[:3]
     shapes = rows if entropy else (0,), rows if top_index else (0,), (*rows[:2], key.shape[2]) if column_sums else (0,)
@@ -85,7 +85,7 @@ def probability_gradients(
     return [laid_out_as(g, t) for g, t in zip(found, like, strict=True)]
 
 
-@probability_gradients.register_fake
+@fake_of(probability_gradients)
 def _(d_entropy, d_sums, query, key, tensors, ints, floats, lists, scale, program, wanted, sinks=None):
     return [gradient_like(t) for t in _learned(query, key, tensors, wanted, sinks)]
 

@@ -872,7 +872,7 @@ DROPOUT = [
     ),
     Mutant(
         "flexpress/mapped.py",
-        "if problem.dropout is not None:",
+        "if problem.dropout is not None and size:",
         "if False:",
         named("dropout_derivatives", "mapped"),
         "a mapped call drops other weights than it would alone",
