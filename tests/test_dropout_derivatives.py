@@ -160,7 +160,7 @@ def test_mapped_calls_drop_what_each_would_alone(device):
     many = torch.stack([q, 2 * q, -q])
     assert torch.equal(vmap(lambda q: ours(q, *others))(many), torch.stack([ours(t, *others) for t in many]))
     assert torch.equal(vmap(lambda q: ours(q, *others), 4, 1)(many.movedim(0, 4)), torch.stack([ours(t, *others) for t in many], 1))
-    assert vmap(lambda q: ours(q, *others))(many[:0]).shape == (0, *q.shape)
+    assert vmap(lambda q: ours(q, *others))(many[:0]).shape == (0, *ours(q, *others).shape)
     seeds = torch.tensor([[3], [4], [3]], device=device)
 
     def attend(q, seed):
