@@ -60,15 +60,12 @@ def one_by_one(backward: Callable) -> Callable:
     def each(ctx, *gradients):
         if not any([g is not None and is_one_of_several(g) for g in gradients]):
             return backward(ctx, *gradients)
-        level = torch._C._vmapmode_increment_nesting() - 1
-        torch._C._vmapmode_decrement_nesting()
-        if level > 1:  # whose is which is not known
-            return backward(ctx, *gradients)
-        given = [torch._remove_batch_dim(g, level, 1, 0) if is_one_of_several(g) else g for g in gradients]
+        # of the first level: the thread that this is in, on a GPU one of autograd's own, does not know of levels
+        given = [torch._remove_batch_dim(g, 1, 1, 0) if is_one_of_several(g) else g for g in gradients]
         size = next(len(g) for g, was in zip(given, gradients, strict=True) if g is not was)
         runs = [backward(ctx, *(g if g is was else g[i] for g, was in zip(given, gradients, strict=True))) for i in range(size)]
         found = (None if of_each[0] is None else torch.stack(of_each) for of_each in zip(*runs, strict=True))
-        return tuple(t if t is None else torch._add_batch_dim(t, 0, level) for t in found)
+        return tuple(t if t is None else torch._add_batch_dim(t, 0, 1) for t in found)
 
     return each
 
