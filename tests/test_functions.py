@@ -240,11 +240,12 @@ def test_in_inference_mode(device):
 
     with torch.inference_mode():
         q, k, v = torch.randn(3, 1, 2, 12, 8, device=device).unbind()
-        for along in (
-            lambda f: jvp(lambda q: f(q, k, v), (q,), (k,)),
-            lambda f: jvp(grad(lambda q: f(q, k, v).square().sum()), (q,), (k,)),
-        ):
-            torch.testing.assert_close(along(flex_attention), along(dense), rtol=1e-3, atol=1e-4)
+        found, wanted = (jvp(lambda q, f=f: f(q, k, v), (q,), (k,)) for f in (flex_attention, dense))
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+        if not wanted[1].any():
+            pytest.skip("this torch has no tangents in inference mode")
+        found, wanted = (jvp(grad(lambda q, f=f: f(q, k, v).square().sum()), (q,), (k,)) for f in (flex_attention, dense))
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
