@@ -146,6 +146,17 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def host_us(run: Callable[[], object], times: int) -> float:
+    """Return the median time, in microseconds, in which `run` returns, of so many runs; then wait for the device."""
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    synchronize()
+    return statistics.median(found) * 1e6
+
+
 def time_ms(fn: Callable[[], object], rep: float = 100.0) -> float:
     """Return the median time of `fn` in ms between CUDA events, over about `rep` ms of runs, L2 cleared."""
     from triton.testing import do_bench

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
-from common import Row, arguments, header, names, ratio, synchronize, table, write_results
+from common import Row, arguments, header, host_us, names, ratio, table, write_results
 from torch.nn.attention import flex_attention as torchs
 
 import flexpress
@@ -72,17 +71,6 @@ def eager(case: str) -> torch.Tensor:
         return problem(case, flexpress)(CALLS)()
 
 
-def host_us(run: Callable[[], object]) -> float:
-    """Median time of a run, which nobody waits for."""
-    times = []
-    for _ in range(TIMES):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    synchronize()
-    return statistics.median(times) * 1e6
-
-
 def measure(case: str) -> list[Row]:
     """A row for each implementation."""
     libraries = {"flexpress": flexpress, "torch": torchs}
@@ -97,7 +85,7 @@ def measure(case: str) -> list[Row]:
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for turn in range(ROUNDS):
         for name in list(runs)[:: 1 if turn % 2 else -1]:
-            short, long = map(host_us, runs[name])
+            short, long = (host_us(run, TIMES) for run in runs[name])
             rounds[name].append((short, long))
     for name, row in rows.items():
         short, long = map(min, zip(*rounds[name], strict=True))

@@ -115,13 +115,7 @@ def host_time(impl: str, case: str) -> list[Row]:
     rounds = []
     for _ in range(ROUNDS):
         time.sleep(REST)
-        times = []
-        for _ in range(CALLS):
-            start = time.perf_counter()
-            flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
-            times.append(time.perf_counter() - start)
-        common.synchronize()
-        rounds.append(statistics.median(times) * 1e6)
+        rounds.append(common.host_us(lambda: flex_attention(q, k, v, score_mod=score_mod, block_mask=mask), CALLS))
     return [{"host_us": statistics.median(rounds), "host_us_lowest": min(rounds)}]
 
 
@@ -164,14 +158,9 @@ def beside_sdpa(impl: str, case: str) -> list[Row]:
     for turn in range(ROUNDS + 1):
         for name, call in calls.items():
             time.sleep(REST / 5)
-            times = []
-            for _ in range(CALLS // 2):
-                start = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - start)
-            common.synchronize()
+            took = common.host_us(call, CALLS // 2)
             if turn:  # what was compiled and allocated first does not count
-                rounds[name].append(statistics.median(times) * 1e6)
+                rounds[name].append(took)
     found = {name: statistics.median(times) for name, times in rounds.items()}
     rows = []
     for name, us in found.items():
