@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from flexpress.problem import Problem
+
+from .codegen.mod.levels import each_alone
 
 BATCH = -1  # a tensor with the batch first; other kinds are numbers of captured tensors
 
@@ -23,7 +27,8 @@ def mapped(function, info, in_dims, problem: Problem, wanted: tuple[int, ...] | 
     """
     size, dims = info.batch_size, in_dims[len(in_dims) - len(tensors) :]
     if problem.dropout is not None and size:  # in a larger batch other weights would be dropped
-        return _one_by_one(function, size, dims, problem, () if wanted is None else (wanted,), tensors)
+        outs = each_alone(partial(function.apply, problem, *(() if wanted is None else (wanted,))), size, tensors, dims)
+        return outs, (0,) * len(outs)
     own = frozenset(kind for kind, dim in zip(kinds, dims, strict=True) if kind != BATCH and dim is not None) | frozenset(wanted or ())
     spread = [_spread(t, dim, kind, kind in own, size) for t, dim, kind in zip(tensors, dims, kinds, strict=True)]
     batch = spread[0].shape[0]
@@ -37,16 +42,6 @@ def mapped(function, info, in_dims, problem: Problem, wanted: tuple[int, ...] | 
         inputs = spread[function.INPUTS : function.INPUTS + 3]
         outs[:3] = [g if g.shape[0] == t.shape[0] else g.sum(0, keepdim=True) for g, t in zip(outs[:3], inputs, strict=True)]
     return tuple(outs), tuple(0 if i in at else 1 for i in range(len(outs)))
-
-
-def _one_by_one(function, size: int, dims, problem: Problem, wanted: tuple, tensors) -> tuple:
-    """As `mapped`, by a call for each."""
-    calls = []
-    for i in range(size):
-        given = (t if t is None or dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True))
-        calls.append(function.apply(problem, *wanted, *given))
-    outs = tuple(torch.stack(found) for found in zip(*calls, strict=True))
-    return outs, (0,) * len(outs)
 
 
 def _spread(tensor: torch.Tensor | None, dim: int | None, kind: int, own: bool, size: int) -> torch.Tensor | None:

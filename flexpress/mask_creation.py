@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Iterator
 
 import torch
 from torch.types import Device
@@ -20,7 +21,7 @@ from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.graph_text import text_of
 from .codegen.mod.levels import of_all_calls, untransformed
-from .codegen.mod.tensors import check_surroundings, followed, is_transformed, read_captured, recording
+from .codegen.mod.tensors import check_surroundings, followed, read_captured, recording
 from .codegen.mod.wide import in_wide_integers
 from .codegen.run import masks
 from .codegen.run.block_lists import lists_of
@@ -89,10 +90,9 @@ def create_block_mask(
         return _closed(tables, {"mask_mod": mask_mod, "BLOCK_SIZE": size, "Q_LEN": extents[2], "KV_LEN": extents[3]})
     capacity = capacity if capacity is None else whole("capacity", capacity)
     device = resolve_device(device)
-    bound, around = _bound(mask_mod, "mask", device, extents, "create_block_mask")
     if capacity is None and is_capturing(device):
         capacity = -(-extents[3] // size[1])  # nobody can wait
-    with around:
+    with _bound(mask_mod, "mask", device, extents, "create_block_mask") as bound:
         lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
     return BlockMask._made(extents[2:], lists_of(lists, *size, interior=True), mask_mod, agrees=True, fixed=not bound[1])
 
@@ -116,26 +116,24 @@ def create_mask(mod_fn: MaskMod | ScoreMod, B: int | None, H: int | None, Q_LEN:
         check_surroundings("create_mask")
         graph, values = bound_mod(mod_fn, kind, device)
         return torch.ops.flexpress.dense_mask(*captures_of((graph, values)), list(extents), device, argument_of(text_of(graph)))
-    bound, around = _bound(mod_fn, kind, device, extents, "create_mask")
-    with around:
+    with _bound(mod_fn, kind, device, extents, "create_mask") as bound:
         return masks.dense_mask(bound, *extents, device)
 
 
-def _bound(mod, kind: str, device: torch.device, extents: tuple, function: str) -> tuple[tuple, contextlib.AbstractContextManager]:
-    """A bound mod as kernels read it, and what its mask is to be made in. Inside transforms of torch.func, which a mask has nothing to do
-    with, they are outside of these."""
-    if not (is_transformed() and followed(function)):
-        check_surroundings(function)
-        bound = in_wide_integers(bind(mod, kind, device), extents)
+@contextlib.contextmanager
+def _bound(mod, kind: str, device: torch.device, extents: tuple, function: str) -> Iterator[tuple]:
+    """A bound mod as kernels read it, to make its mask in here: outside of transforms of torch.func, which it has nothing to do with."""
+    inside = followed(function)
+    if inside:
+        graph, values = graph_and_values(mod, kind, device)
+        names = [f"{kind}_mod {graph.name} captures {capture.name}, which" for capture in graph.tensors]
+        bound = graph, [*map(of_all_calls, names, values), *values[len(names) :]]
+    else:
+        bound = bind(mod, kind, device)
+    with untransformed() if inside else contextlib.nullcontext():
+        bound = in_wide_integers(bound, extents)
         read_captured(bound, device, f"{kind}_mod")
-        return bound, contextlib.nullcontext()
-    graph, values = graph_and_values(mod, kind, device)
-    names = [f"{kind}_mod {graph.name} captures {capture.name}, which" for capture in graph.tensors]
-    values = [*map(of_all_calls, names, values), *values[len(names) :]]
-    with untransformed():
-        bound = in_wide_integers((graph, values), extents)
-        read_captured(bound, device, f"{kind}_mod")
-    return bound, untransformed()
+        yield bound
 
 
 def _positional(mod) -> int:

@@ -11,7 +11,7 @@ from flexpress.in_graph import compilable
 from flexpress.kv_cache import readable
 from flexpress.rope import check_reached, check_rope, rotated
 
-from .codegen.mod.levels import without_levels
+from .codegen.mod.levels import is_mapped
 from .codegen.mod.tensors import is_transformed
 from .codegen.run.call import Cached
 from .codegen.run.update_cache import update
@@ -61,8 +61,7 @@ def apply_rope(
 def _in_torch(x, rope, positions, cu_seqlens_q, interleaved: bool, rope_tail: bool, check: bool | None) -> torch.Tensor:
     """The same in torch's operations. x may be a transform's tensor, and so may the others."""
     _check_forms(x, rope, positions, cu_seqlens_q)
-    tables = [without_levels(t) for t in (positions, cu_seqlens_q) if t is not None]
-    if looks(check, x) and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tables)):
+    if looks(check, x) and not any(map(is_mapped, (positions, cu_seqlens_q))):
         _check_contents(x, rope, positions, cu_seqlens_q)
     there = None
     if x.ndim == 4:

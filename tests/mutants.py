@@ -893,8 +893,8 @@ DROPOUT = [
     ),
     Mutant(
         "codegen/mod/levels.py",
-        "g if g is was else g[i]",
-        "g if g is was else g[0]",
+        "t.select(dim, i)",
+        "t.select(dim, 0)",
         named("functions", "several"),
         "of several gradients at once all are the first",
     ),

@@ -53,18 +53,24 @@ def is_one_of_several(tensor) -> bool:
     return _BATCHED is not None and isinstance(tensor, torch.Tensor) and torch._C._dispatch_keys(tensor).has(_BATCHED)
 
 
+def each_alone(run: Callable, size: int, tensors, dims) -> tuple:
+    """What `run` gives for each of so many calls, stacked in front; None stays. dims: where the tensors have a call's own, or None."""
+    calls = [run(*(t if t is None or dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True))) for i in range(size)]
+    return tuple(None if found[0] is None else torch.stack(found) for found in zip(*calls, strict=True))
+
+
 def one_by_one(backward: Callable) -> Callable:
     """Decorator of an autograd.Function's backward pass: of several at once it is run for each, one after another."""
 
     @functools.wraps(backward)
     def each(ctx, *gradients):
-        if not any([g is not None and is_one_of_several(g) for g in gradients]):
+        several = [is_one_of_several(g) for g in gradients]
+        if not any(several):
             return backward(ctx, *gradients)
         # of the first level: the thread that this is in, on a GPU one of autograd's own, does not know of levels
-        given = [torch._remove_batch_dim(g, 1, 1, 0) if is_one_of_several(g) else g for g in gradients]
-        size = next(len(g) for g, was in zip(given, gradients, strict=True) if g is not was)
-        runs = [backward(ctx, *(g if g is was else g[i] for g, was in zip(given, gradients, strict=True))) for i in range(size)]
-        found = (None if of_each[0] is None else torch.stack(of_each) for of_each in zip(*runs, strict=True))
+        given = [torch._remove_batch_dim(g, 1, 1, 0) if one else g for g, one in zip(gradients, several, strict=True)]
+        size = len(given[several.index(True)])
+        found = each_alone(functools.partial(backward, ctx), size, given, [0 if one else None for one in several])
         return tuple(t if t is None else torch._add_batch_dim(t, 0, 1) for t in found)
 
     return each

@@ -90,10 +90,9 @@ def is_moving(tensor) -> bool:
 
 def followed(name: str) -> bool:
     """Is the public function `name` called inside transforms that it follows? NotImplementedError for those that it does not."""
-    if _transform() is None:
-        if _traced():
-            check_surroundings(name)
-    else:
+    if _traced():
+        check_surroundings(name)
+    if _transform() is not None:
         kinds = torch._C._functorch.TransformType
         stack = torch._C._functorch.get_interpreter_stack()
         if any(interpreter.key() not in (kinds.Grad, kinds.Jvp, kinds.Vmap) for interpreter in stack):

@@ -14,6 +14,7 @@ from ..device.streams import MadeOn
 from ..mod.expr import INDEX_BOUND
 from ..plan.forward import Blocks, list_numbers, list_tables
 from ..registry import remembered
+from .launch import addresses_of
 
 
 class Shifts(NamedTuple):
@@ -135,13 +136,9 @@ class BlockLists:
         return self.kv_num_blocks.shape[1] > 1
 
     @functools.cached_property
-    def addresses(self) -> tuple[int, ...] | None:
+    def addresses(self) -> list[int] | None:
         """Of the tables; None if one is no multiple of 16 bytes."""
-        found, bits = [], 0
-        for table in self.tables:
-            found.append(address := table.data_ptr())
-            bits |= address
-        return None if bits % 16 else tuple(found)
+        return addresses_of(self.tables)
 
     def tensors(self, axis: str = "kv") -> dict[str, torch.Tensor]:
         """The tables by the names of parameters, of lists of KV blocks or, transposed, of query blocks ("q")."""

@@ -208,7 +208,7 @@ def begin_only(launches: Iterable[Launch], jobs: list[Job]) -> None:
         launch.kernel = _Begun(launch.kernel, jobs)
 
 
-def addresses_of(tensors: list[torch.Tensor]) -> list[int] | None:
+def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int] | None:
     """The tensors' addresses; None if one is no multiple of 16 bytes."""
     found, bits = [], 0
     for tensor in tensors:
