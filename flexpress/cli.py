@@ -102,8 +102,9 @@ def _add_export(commands, named: str) -> None:
         action="store_true",
         help="leave the kernels for Hopper out, which a file for sm_90 has, too, if it is not for a cache",
     )
+    own.add_argument("--sinks", action="store_true", help="with a learned logit for each query head in the softmax's denominator, float32")
     kind = own.add_mutually_exclusive_group()
-    kind.add_argument("--backward", action="store_true", help="with the kernels for gradients, of captured tensors, too")
+    kind.add_argument("--backward", action="store_true", help="with the kernels for gradients, of captured tensors and sinks, too")
     kind.add_argument("--page-size", type=_page_size, metavar="N", help="one query a sequence against a cache in pages of N positions")
     own.add_argument("-o", "--output", required=True, metavar="PATH", help="the file, or with --layout kernels a folder")
     own.add_argument("--layout", choices=LAYOUTS, default="file", help="kernels: the layout of Hugging Face's package kernels")
@@ -222,6 +223,7 @@ def _export(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             q, (pages, n) = torch.empty(2, Hq, 1, d_qk, dtype=dtype), (8, 4)
             k, v = (torch.empty(pages, given.page_size, Hkv, d, dtype=dtype) for d in (d_qk, d_v))
             table, kv_len = torch.zeros(2, n, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+            details["sinks"] = torch.zeros(Hq) if given.sinks else None
             export_cached(q, k, v, kv_len, page_table=table, score_mod=score_mod, mask_mod=mask_mod, **details)
         else:
             shapes = ((2, Hq, LENGTH, d_qk), (2, Hkv, LENGTH, d_qk), (2, Hkv, LENGTH, d_v))
@@ -229,6 +231,7 @@ def _export(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             if given.backward and score_mod is not None:
                 for tensor in (t for t in bind(score_mod, "score")[1] if isinstance(t, torch.Tensor) and t.is_floating_point()):
                     tensor.requires_grad_()
+            details["sinks"] = torch.zeros(Hq, device="meta", requires_grad=given.backward) if given.sinks else None
             details["kernel_options"] = {"BACKEND": "PORTABLE"} if given.portable else None
             export(q, k, v, score_mod, enable_gqa=Hq != Hkv, mask_mod=mask_mod, backward=given.backward, **details)
     except FileExistsError as error:

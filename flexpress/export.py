@@ -19,6 +19,7 @@ from flexpress.mask_creation import create_block_mask
 from flexpress.mask_mods import check_made_of
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.plain_arguments import flag
+from flexpress.sinks import check_sinks
 
 from .codegen.device import offline
 from .codegen.device.cache import VERSION
@@ -49,6 +50,7 @@ def export(
     kernel_options: dict[str, Any] | None = None,
     *,
     mask_mod: MaskMod | None = None,
+    sinks: torch.Tensor | None = None,
     backward: bool | None = None,
     target: str | None = None,
     path: str | Path | None = None,
@@ -66,12 +68,13 @@ def export(
     score_mod, mask_mod as for flex_attention. What they capture becomes arguments of `attention`: numbers with their value as default,
                         tensors with the strides (0, 1, multiples of 16 bytes) that they have here
     block_mask          its mask_mod and block size: the file makes the lists itself. They must be what create_block_mask makes of mask_mod
+    sinks               an example, (Hq,): logits of attention sinks, as for flex_attention, which become an argument of `attention`
     scale               the default of `attention`, which takes others of the same sign
     kernel_options      as for flex_attention, but BACKEND. By default a file for sm_90 has the kernels for Hopper, too, where they can
                         serve, and takes them on such a GPU where they are faster. "PORTABLE" leaves them out. "HOPPER": they serve
                         every call on such a GPU, or export raises a ValueError that says why they cannot. "CPP" is for target="cpu"
-    backward            with the kernels for gradients, of query, key, value and the captured tensors that require grad; by default where
-                        one of these requires grad
+    backward            with the kernels for gradients, of query, key, value, and of the captured tensors and sinks that require grad; by
+                        default where one of these requires grad
     target              "sm_80", "sm_90", "sm_100" or "gfx942": whose tiles, warps, stages and loads (TMA from sm_90 on) the file has, which
                         runs on a CPU as well, in Triton's interpreter; or "cpu": kernels in C++. By default the query's GPU, "cpu" for
                         tensors on a CPU that calls in C++ serve (docs/cpu.md), and sm_90 for others
@@ -89,7 +92,7 @@ def export(
         raise NotImplementedError(
             "query is float8, which exported files do not support; export with query, key and value of bfloat16, which holds it"
         )
-    call = _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_mod, backward, target)
+    call = _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_mod, sinks, backward, target)
     refuse_layout(layout, call.target)
     kind = CppFile if call.target == "cpu" else AttentionFile
     text = beside(lambda reserved: kind(call, VERSION, reserved)).text
@@ -97,7 +100,9 @@ def export(
     return text
 
 
-def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_mod, backward: bool | None, target: str | None) -> Exported:
+def _call(
+    query, key, value, score_mod, block_mask, scale, kernel_options, mask_mod, sinks, backward: bool | None, target: str | None
+) -> Exported:
     """What the file depends on."""
     if any(t.stride(3) != 1 and t.shape[3] > 1 for t in (query, key, value)):
         raise ValueError("exported kernels read contiguous head dims; pass query, key and value with a stride of 1 in the last dimension")
@@ -114,9 +119,13 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
     mask, of_mask = bound_mod(mask_mod, "mask", query.device)
     captured = score[1][: len(score[0].tensors)] if score else []
     wanted = frozenset(i for i, t in enumerate(captured) if t.is_floating_point() and t.requires_grad)
+    if sinks is not None:
+        check_sinks(sinks, query.shape[1], query.device)
     if backward is None:
-        backward = bool(wanted) or any(t.requires_grad for t in (query, key, value))
+        backward = bool(wanted) or any(t.requires_grad for t in (query, key, value, sinks) if t is not None)
     wanted = wanted if backward else frozenset()
+    if sinks is not None:  # an argument of its own, also where a mod captures it
+        sinks = sinks.detach().requires_grad_(backward and sinks.requires_grad)
     for name, tensor in (("query", query), ("value", value)):
         if backward and target != "cpu" and tensor.shape[3] > WIDEST_TILE:
             raise NotImplementedError(
@@ -132,6 +141,7 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
         (query.shape[1], key.shape[1]),
         (query.shape[2], key.shape[2]),
         (of_score, of_mask),
+        sinks,
     )
 
 

@@ -1453,6 +1453,20 @@ EXPORTS = [
         "an exported buffer has room for one of two consumers",
     ),
     Mutant(
+        "templates/_exported_hopper_backward.jinja",
+        "    d_sinks = parts_of_sinks.sum((0, 2))",
+        "    d_sinks = parts_of_sinks[..., 0].sum(0)",
+        named("export_sinks", "on_hopper"),
+        "an exported file for Hopper gives sinks the gradient of the first rows alone",
+    ),
+    Mutant(
+        "flexpress/export.py",
+        "        sinks = sinks.detach().requires_grad_(backward and sinks.requires_grad)",
+        "        sinks = sinks.requires_grad_(backward and sinks.requires_grad)",
+        named("export_sinks", "mod_may_capture"),
+        "sinks that a mod captures, too, are one argument of an exported file, with half of a gradient",
+    ),
+    Mutant(
         "templates/_exported.jinja",
         "triton.knobs.nvidia.ptxas = triton.knobs.nvidia.ptxas_blackwell = chosen[0]",
         "pass",

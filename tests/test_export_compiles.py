@@ -66,6 +66,14 @@ def test_attention_with_gradients_compiles(written, tmp_path, target):
     assert ("desc_k.load" in text) == (target in ("sm_90", "sm_100"))
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_sinks_compile(written, tmp_path, target):
+    q, k, v = meta((2, 64, 500, 64), (2, 8, 500, 64), (2, 8, 500, 64))
+    sinks = torch.zeros(64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    export(q, k, v, mask_mod=sliding_window(128), sinks=sinks, enable_gqa=True, target=target, path=tmp_path / "exported.py")
+    check(*written(), target)
+
+
 def test_gathers_and_zones_compile(written, tmp_path):
     q, k, v = meta((2, 8, 500, 64), (2, 8, 500, 64), (2, 8, 500, 80), dtype=torch.float16)
     table, ids = torch.zeros(8, 999, requires_grad=True), torch.zeros(500, dtype=torch.int32)

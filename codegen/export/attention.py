@@ -9,13 +9,13 @@ from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND
 from ..mod.intervals import analyse
 from ..mod.nan import are_ordinary
-from ..plan.backward import STATS_ALIGNMENT
-from ..plan.extras import ORDINARY, SMALLEST_SCALE, factors_out
+from ..plan.backward import STATS_ALIGNMENT, delta_rows
+from ..plan.extras import SMALLEST_SCALE, factors_out
 from ..plan.forward import LOG2_E
 from ..plan.masks import mask_texts
 from ..plan.tiles import BLOCK
 from ..text.spelling import literal_text
-from .captures import layouts_for_any, named
+from .captures import layouts_for_any, named, sinks_of
 from .file import File, Kernel, TritonFile, listed, unpacked
 from .hopper import HopperPart
 from .kernels import Exported, Plans
@@ -73,7 +73,7 @@ class AttentionFile(TritonFile):
         self.gluon, self.named_tuples = hopper.kernels, call.mask is not None
         on_target |= {name: pair["on_target"] for name, pair in hopper.deltas.items()}
         on_cpu |= {name: pair["on_cpu"] for name, pair in hopper.deltas.items()}
-        names = named(call[:2], call.origins, call.wanted, plans.keys, reserved)
+        names = named(call[:2], call.origins, call.wanted, plans.keys, reserved, sinks_of(call.sinks))
         kernels = tuple(
             Kernel(name, grid, on_target[name], on_cpu[name], suffix, called)
             for name, (grid, suffix, called) in _KERNELS.items()
@@ -101,6 +101,7 @@ class AttentionFile(TritonFile):
         dkv = next(kernel for kernel in self.kernels if kernel.name == "backward_dkv")
         tiles = (k.constants["BLOCK_M"] for k in (dkv.on_target, dkv.on_cpu))
         self.stats_step = math.lcm(STATS_ALIGNMENT, *((self.q_block,) if self.mask else tiles))
+        self.delta_rows = delta_rows(self.d_v)
 
     def _gathered(self, steps: tuple) -> tuple[Gathered, ...]:
         """The gradients of captured tensors, in the order of the kernels, named, that leave them."""
@@ -157,17 +158,18 @@ def symbols_of(gathered: tuple[Gathered, ...]) -> str:
 
 def describe_call(file: File, call: Exported) -> None:
     """What exported_attention.jinja asks for, whatever kernels are written in."""
-    file.call, file.backward = call, call.backward
+    file.call, file.backward, file.sinks = call, call.backward, call.sinks is not None
+    file.learns_sinks = call.learns_sinks
     file.dtype, file.d_qk, file.d_v = dtype_name(call.dtype), call.d_qk, call.d_v
     file.longest, file.log2_e, file.tolerance = INDEX_BOUND, LOG2_E, TOLERANCES[file.dtype]
-    file.scale, file.scale_factors_out = literal_text(call.scale), factors_out(call.scale, ORDINARY)
+    file.scale, file.scale_factors_out = literal_text(call.scale), factors_out(call.scale, call.extras)
     file.least_scale = literal_text(SMALLEST_SCALE)
     file.q_block, file.kv_block = call.size
     numbers = call.score[1][len(call.score[0].tensors) :] if call.score else []
     file.ordinary = call.backward and are_ordinary(numbers) and any(isinstance(n, float) for n in numbers)
     file.wanted = tuple(c.name for c in file.captured if c.wanted)
     file.named = listed(f"d_{name}" for name in file.wanted)
-    file.zeros = listed(f"torch.zeros_like({name})" for name in file.wanted)
+    file.zeros = listed("d_sinks" if name == "sinks" else f"torch.zeros_like({name})" for name in file.wanted)
     converted = [f"d_{name}.to({name}.dtype)" for name in file.wanted]
     file.converted, file.converted_apart = listed(converted), f"({', '.join(converted)}{',' * (len(converted) == 1)})"
     file.returned = listed(f"d_{c.name}" if c.wanted else "None" for c in file.captured if c.of_kernels)

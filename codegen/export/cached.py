@@ -26,7 +26,7 @@ from .kernels import EXTENTS, mask_compilations
 
 Q_LEN = "exported_query_length"  # what a trace calls the number of a sequence's queries, which is no argument of the file's
 _GRID = "tiles * Z"
-VARIABLES = {**File.variables, "SINKS": "sinks", "CU_Q": "cu_seqlens_q"}
+VARIABLES = {**File.variables, "CU_Q": "cu_seqlens_q"}
 _EXTENTS = {"b": "kv_len.shape[0]", "h": "query.shape[1]"}
 
 

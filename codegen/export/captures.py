@@ -38,6 +38,7 @@ class Captured:
     formula  of a number that the file computes, of others: Python; with the `roots` that are in it
     beside   captures that it is made of in another way, by name
     of_kernels   do kernels take it, or formulas alone?
+    told     what it is, in a docstring, where it is no capture of a mod
     """
 
     name: str
@@ -53,6 +54,7 @@ class Captured:
     roots: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     of_kernels: bool = True
+    told: str = ""
 
     is_tensor = property(lambda self: isinstance(self.value, torch.Tensor))
     is_floating = property(lambda self: self.value.is_floating_point())
@@ -68,6 +70,8 @@ class Captured:
     def meaning(self) -> str:
         """In a docstring."""
         captured = f"captured: made of {' and '.join(self.beside)}, so pass both" if self.beside else "captured"
+        if self.told:
+            return f"{self.dtype} {self.told}{', with its gradient' if self.wanted else ''}"
         if not self.is_tensor:
             return f"{self.dtype}, {captured}"
         return f"{self.dtype} {tuple(self.value.shape)} in the example, {captured}{', with its gradient' if self.wanted else ''}"
@@ -80,6 +84,14 @@ class Captured:
             return f"torch.rand({shape}, device=device).to(torch.{self.dtype})"
         steps = min(4, count)
         return f"(torch.arange({count}, device=device) * {steps} // {count}).reshape({shape}).to(torch.{self.dtype})"
+
+
+def sinks_of(sinks: torch.Tensor | None) -> tuple[Captured, ...]:
+    """Sinks, if there are any, as an argument of the file's functions."""
+    if sinks is None:
+        return ()
+    told = "(Hq,): of each query head, the score of one more key, whose value is 0"
+    return (Captured("sinks", dtype_name(sinks.dtype), sinks, ("0",), (1,), wanted=sinks.requires_grad, told=told),)
 
 
 def layouts_for_any(graph: ModGraph, captured: list, extents: tuple[int, ...], whole: ModGraph | None = None) -> tuple[TensorLayout, ...]:
@@ -129,7 +141,8 @@ def named(
 ) -> Names:
     """The arguments of a file for bound mods, whose captures have these origins.
 
-    given   what the mods get from the call itself: tensors, and numbers by the names that a trace gives them, with theirs in the file
+    given   arguments of the call itself, and what the mods get from it: tensors, and numbers by the names that a trace gives them, with
+            theirs in the file
     extents   how the file finds out how many b and h there are
     """
     naming, names = _Naming(reserved, given), []

@@ -8,7 +8,7 @@ from ..plan.decode import MAX_QUERIES
 from ..run.cpu_backward import LARGEST
 from ..run.cpu_decode import few_plan
 from .attention import Gathered, added, describe_call, describe_mask
-from .captures import named
+from .captures import named, sinks_of
 from .cpp import FileInCpp, mask_specs
 from .kernels import Exported, Plans
 
@@ -20,7 +20,7 @@ class CppFile(FileInCpp):
 
     def __init__(self, call: Exported, version: str, reserved: frozenset[str]) -> None:
         plans = Plans(call, "cpu", None)
-        names = named(call[:2], call.origins, call.wanted, plans.keys, reserved)
+        names = named(call[:2], call.origins, call.wanted, plans.keys, reserved, sinks_of(call.sinks))
         super().__init__(names, call.score, call.mask, version)
         describe_call(self, call)
         found = plans.forward_call(call.backward)

@@ -29,6 +29,7 @@ _VARIABLES = {  # what files call the tensors that kernels know by these names
     **{"Q": "query", "K": "key", "V": "value", "O": "out", "LSE": "lse", "ROWS": "row_values", "DO": "d_out", "DLSE": "d_lse"},
     **{"TOPS": "tops", "DELTA": "delta", "DQ": "dq", "DK": "dk", "DV": "dv"},
     **{"DQ_SUM": "dq_sum", "DONE": "done", "COUNTER": "counter"},
+    **{"SINKS": "sinks", "D_SINKS": "parts_of_sinks"},
     **{"KV_LENS": "kv_len", "PAGES": "page_table", "KV_LOCS": "cache_loc", "K_SCALES": "k_scale", "V_SCALES": "v_scale"},
     **{"PART": "part", "PART_SHARE": "part_share", "PART_MAX": "part_max", "PART_COUNT": "part_count"},
 }

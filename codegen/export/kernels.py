@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..mod.dtypes import dtype_name
 from ..mod.expr import ModGraph
 from ..mod.intervals import analyse
 from ..mod.nan import are_ordinary
 from ..mod.origins import Origins
 from ..plan.backward import delta_rows
+from ..plan.extras import ORDINARY, Extras
 from ..plan.forward import Blocks, Options
 from ..plan.masks import lists_spec, mask_texts, status_constants, status_spec, verdict_lists_spec, zones_spec
 from ..run import backward, backward_kernels, block_grid, forward, forward_kernels, status_lists
@@ -31,6 +33,7 @@ class Exported(NamedTuple):
     score, mask   the bound mods, or None           wanted   captured tensors of score_mod whose gradients kernels compute
     dtype, d_qk, d_v, scale, options, target        size     of the mask's blocks
     origins       of what the mods capture
+    sinks         an example, or None; it requires grad where a kernel computes the gradient
     lengths       Q_LEN and KV_LEN of the example, heads its Hq and Hkv, and batch its Z and Zkv: the demo's
     """
 
@@ -49,6 +52,22 @@ class Exported(NamedTuple):
     heads: tuple[int, int]
     lengths: tuple[int, int]
     origins: tuple[Origins | None, Origins | None]
+    sinks: torch.Tensor | None = None
+
+    @property
+    def extras(self) -> Extras:
+        """As forward kernels have them."""
+        return Extras("" if self.sinks is None else dtype_name(self.sinks.dtype))
+
+    @property
+    def extras_backward(self) -> Extras:
+        """As backward kernels have them: rows say all else that these need of sinks."""
+        return self.extras if self.learns_sinks else ORDINARY
+
+    @property
+    def learns_sinks(self) -> bool:
+        """Does a kernel compute the gradient of sinks?"""
+        return self.sinks is not None and self.sinks.requires_grad
 
 
 class Plans:
@@ -67,13 +86,13 @@ class Plans:
     def forward_call(self, output_rows: bool) -> forward_kernels.Call:
         """The forward pass as its candidates see it."""
         case = (self.tensors[:3], self.call.scale, self.keys, self.blocks, self.options)
-        return forward.case_of(*case, *self.machine, output_rows=output_rows)
+        return forward.case_of(*case, *self.machine, output_rows=output_rows, extras=self.call.extras)
 
     def backward_call(self, lse_gradient: bool, raw_tops: bool = False) -> backward_kernels.Call:
         """The backward pass as its candidates see it; `raw_tops` as in BackwardCase."""
         score, wanted = self.call.score, self.call.wanted
         ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
-        details = backward.Details(self.options, False, lse_gradient, wanted, raw_tops, ordinary)
+        details = backward.Details(self.options, False, lse_gradient, wanted, raw_tops, ordinary, self.call.extras_backward)
         return backward.case_of(self.tensors, self.call.scale, self.keys, self.blocks, details, *self.machine)
 
     def forward(self, output_rows: bool):
