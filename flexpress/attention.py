@@ -15,7 +15,7 @@ from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
 from flexpress.parts import tell_ranks
-from flexpress.probabilities import NOT_OVER_DEVICES, look, wanted_of
+from flexpress.probabilities import NOT_IN_CONTEXT, NOTHING, attend_and_look, wanted_of
 from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, checked_request, result_of
 
 from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
@@ -79,37 +79,28 @@ def _with_statistics(
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
     dropout = read_dropout(dropout_p, dropout_seed, query.device)
     extras = Extras(sinks, dropout, quantised(q_scale, k_scale, v_scale, out_dtype))
-    out, lse, *others = _attend_and_look(arguments, max_scores, Wanted(*wanted), deterministic, None, extras)
+    out, lse, *others = _attend(arguments, max_scores, Wanted(*wanted), deterministic, None, extras)
     return out, lse, *(t for t in others if t is not None)
 
 
-def _attend_and_look(
-    arguments: tuple, want_max: bool, wanted: Wanted, deterministic: bool, context: ContextPlan | None, extras: Extras
-) -> tuple:
-    """out, lse, max_scores and Statistics, as one tuple, with None for what is not wanted."""
-    if not any(wanted):
-        return *_attend(arguments, want_max, deterministic, context, extras), *Statistics()
-    if context is not None or is_distributed(arguments[0]):
-        raise NotImplementedError(NOT_OVER_DEVICES)
-    if arguments[0].dtype == FLOAT8:
+def _attend(arguments: tuple, want_max: bool, wanted: Wanted, deterministic: bool, context: ContextPlan | None, extras: Extras) -> tuple:
+    """out, lse, max_scores and Statistics, as one tuple, with None for what is not wanted, of query and what follows it in `bound`: on this
+    device, or over several."""
+    query, (sinks, dropout, float8) = arguments[0], extras
+    if any(wanted) and query.dtype == FLOAT8:
         raise NotImplementedError(NOT_OF_FLOAT8)
-    call = bound(*arguments, sinks=extras.sinks, dropout=extras.dropout)  # type: ignore[misc]  # of nine arguments
-    return *attend(call, want_max, deterministic), *look(call, wanted, deterministic)
-
-
-def _attend(arguments: tuple, want_max: bool, deterministic: bool, context: ContextPlan | None, extras: Extras) -> tuple:
-    """out, lse and max_scores, or None, of query and what follows it in `bound`: on this device, or over several."""
-    sinks, dropout, _ = extras
-    if context is not None or is_distributed(arguments[0]):
-        refuse_float8_over_devices(arguments[0], extras.quantised)
-    refuse_over_devices(dropout, context, arguments[0])
+    if context is not None or is_distributed(query):
+        refuse_float8_over_devices(query, float8)
+        refuse_over_devices(dropout, context, query)
     if context is not None:
-        return _attend_in_context(context, arguments, want_max, deterministic, sinks)
-    if is_distributed(arguments[0]):
+        if any(wanted):
+            raise NotImplementedError(NOT_IN_CONTEXT)
+        return *_attend_in_context(context, arguments, want_max, deterministic, sinks), *Statistics()
+    if is_distributed(query):
         from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
 
-        return attend_shards(*arguments, output_max=want_max, deterministic=deterministic, sinks=sinks)
-    return attend(bound(*arguments, **extras._asdict()), want_max, deterministic)
+        return attend_shards(*arguments, output_max=want_max, wanted=wanted, deterministic=deterministic, sinks=sinks)
+    return attend_and_look(bound(*arguments, **extras._asdict()), want_max, wanted, deterministic)
 
 
 @overload
@@ -277,7 +268,7 @@ def flex_attention(
 
     Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced.
     Differentiable twice, in reverse and in forward mode, with respect to query, key, value, sinks and every floating-point tensor that
-    score_mod captures, through the output and lse; once in reverse mode through entropy and column_sums.
+    score_mod captures, through the output, lse and column_sums; once through entropy.
     torch.func follows (docs/derivatives.md).
     Meaning: torch.nn.attention.flex_attention (arXiv 2412.05496). Method: FlashAttention-2 (arXiv 2307.08691) with block lists.
     """
@@ -293,13 +284,13 @@ def flex_attention(
         if return_aux is not None:
             request = checked_request(return_aux, return_lse)
             extras = Extras(sinks, dropout, float8)
-            out, lse, *others = _attend_and_look(arguments, request.max_scores, wanted_of(request), deterministic, context, extras)
+            out, lse, *others = _attend(arguments, request.max_scores, wanted_of(request), deterministic, context, extras)
             return out, aux_of(request, lse, *others)
         usual = context is None and query.__class__ in ORDINARY  # so no detour
         if usual:
             found = attend(bound(*arguments, sinks=sinks, dropout=dropout, quantised=float8), False, deterministic)
         else:
-            found = _attend(arguments, False, deterministic, context, Extras(sinks, dropout, float8))
+            found = _attend(arguments, False, NOTHING, deterministic, context, Extras(sinks, dropout, float8))
         return found[:2] if return_lse else found[0]
     except Exception as failure:
         tell_ranks(context, failure)

@@ -31,8 +31,9 @@ from .codegen.run.forward import forward
 from .codegen.run.tangent import gradient_tangents, tangent
 
 THIRD = (
-    "flex_attention has first and second derivatives, and this would be a third, or forward mode over forward mode. Use dense "
-    "attention for it; for second derivatives forward over reverse mode (torch.func.hessian, jvp of grad)"
+    "flex_attention has first and second derivatives, and this would be a third, or forward mode over forward mode; the entropy of "
+    "return_aux has a first one. Use dense attention for it; for second derivatives forward over reverse mode (torch.func.hessian, jvp "
+    "of grad)"
 )
 
 Given = torch.Tensor | None

@@ -22,14 +22,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from flexpress import checks
 from flexpress.block_lists import capturing, leave_out_entries
 from flexpress.block_mask import BlockMask
-from flexpress.call import attend, bound
+from flexpress.call import bound
 from flexpress.foreign_masks import adopt, is_foreign_mask
 from flexpress.parts import Part, mask_of_part, score_of_part
+from flexpress.probabilities import attend_and_look
 from flexpress.sinks import check_sinks
 
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import is_distributed, read_captured
 from .codegen.run.call import Bound
+from .codegen.run.statistics import Wanted
 
 
 class Shards:
@@ -284,10 +286,10 @@ def bound_shard(query, key, value, score_mod, block_mask, scale, enable_gqa, ker
     return part, bound(*part.local, *mods, read=part.read_captured, sinks=part.sinks(sinks))
 
 
-def attend_shards(*arguments, output_max: bool, deterministic: bool, sinks: torch.Tensor | None = None) -> tuple:
-    """out, lse and max_scores (or None) as DTensors."""
+def attend_shards(*arguments, output_max: bool, wanted: Wanted, deterministic: bool, sinks: torch.Tensor | None = None) -> tuple:
+    """out, lse, max_scores and Statistics, as one tuple of DTensors, with None for what is not wanted."""
     part, call = bound_shard(*arguments, sinks)
-    return part.joined(*attend(call, output_max, deterministic))
+    return part.joined(*attend_and_look(call, output_max, wanted, deterministic))
 
 
 def _part(tensor: torch.Tensor, dim: int) -> Part:

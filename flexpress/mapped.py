@@ -11,6 +11,7 @@ from flexpress.problem import Problem
 from .codegen.mod.levels import each_alone
 
 BATCH = -1  # a tensor with the batch first; other kinds are numbers of captured tensors
+ALONE = -2  # one of all batch entries: calls that have their own are no larger call
 
 
 def inputs_of(count: int) -> list[int]:
@@ -26,7 +27,8 @@ def mapped(function, info, in_dims, problem: Problem, wanted: tuple[int, ...] | 
     kinds    of the tensors; the first one has all entries of the batch, while keys and values may have one for all
     """
     size, dims = info.batch_size, in_dims[len(in_dims) - len(tensors) :]
-    if problem.dropout is not None and size:  # in a larger batch other weights would be dropped
+    alone = any(kind == ALONE and dim is not None for kind, dim in zip(kinds, dims, strict=True))
+    if size and (alone or problem.dropout is not None):  # in a larger batch other weights would be dropped
         outs = each_alone(partial(function.apply, problem, *(() if wanted is None else (wanted,))), size, tensors, dims)
         return outs, (0,) * len(outs)
     own = frozenset(kind for kind, dim in zip(kinds, dims, strict=True) if kind != BATCH and dim is not None) | frozenset(wanted or ())

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from flexpress.call import attend, bound
+from flexpress.call import bound
 from flexpress.float8 import FLOAT8, NOT_OF_FLOAT8
 from flexpress.packed_checks import check_packed
-from flexpress.packing import packing_of
-from flexpress.probabilities import NOTHING, look
+from flexpress.packing import Packing, packing_of
+from flexpress.probabilities import NOTHING, attend_and_look
 from flexpress.recorded import Recorded
 from flexpress.transformed import Transformed
 
 from .codegen.mod.levels import untransformed, without_levels
 from .codegen.mod.tensors import followed, read_captured, tracing
 from .codegen.run.call import Bound
-from .codegen.run.statistics import Statistics, Wanted
+from .codegen.run.statistics import Wanted
 
 
 def attend_packed(
@@ -38,12 +38,9 @@ def attend_packed(
     """out, lse, max_scores and Statistics, as one tuple, with None for what is not `asked` for. `read` as for `bound`."""
     max_scores, wanted = asked
     call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read, sinks, dropout, quantised)
-    found = attend(call, max_scores, deterministic)
-    if not any(wanted):
-        return *_of_tokens(found), *Statistics()
-    if q.dtype == FLOAT8:
+    if any(wanted) and q.dtype == FLOAT8:
         raise NotImplementedError(NOT_OF_FLOAT8)
-    found = [*_of_tokens(found), *_of_tokens(look(call, wanted, deterministic))]
+    found = _of_tokens(attend_and_look(call, max_scores, wanted, deterministic))
     if wanted.top_index:
         found[4] = in_sequences(found[4], cu_seqlens_q, cu_seqlens_k, k.shape[0])
     return tuple(found)
@@ -56,9 +53,17 @@ def _of_tokens(found: tuple) -> list:
 
 def in_sequences(top_index: torch.Tensor, cu_seqlens_q, cu_seqlens_k, total_k: int) -> torch.Tensor:
     """Packed positions of keys (total_q, Hq) as positions in the query's sequence; -1 as it is."""
-    packing = packing_of(cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, top_index.shape[0], total_k)
+    packing = _packing_of(cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, top_index.shape[0], total_k)
     starts = packing.starts_k.index_select(0, packing.sequence_q)
     return torch.where(top_index < 0, top_index, top_index - starts[:, None])
+
+
+def _packing_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, total_q: int, total_k: int) -> Packing:
+    """The packing, which is one for all calls of a transform."""
+    if not followed("varlen_attention"):
+        return packing_of(cu_seqlens_q, cu_seqlens_k, total_q, total_k)
+    with untransformed():
+        return packing_of(without_levels(cu_seqlens_q), without_levels(cu_seqlens_k), total_q, total_k)
 
 
 def check_no_block_mask(block_mask) -> None:
@@ -83,19 +88,14 @@ def packed_call(
     quantised=None,
 ) -> Bound | Recorded | Transformed:
     """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
-    transformed = followed("varlen_attention")
-    if transformed:
+    if followed("varlen_attention"):
         shared, cu_seqlens_q = cu_seqlens_k is cu_seqlens_q, without_levels(cu_seqlens_q)
         cu_seqlens_k = cu_seqlens_q if shared else without_levels(cu_seqlens_k)
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if cu_seqlens_k is cu_seqlens_q and not tracing() and q.shape[0] == k.shape[0]:
         cu_seqlens_k = None  # as who comes from FlashAttention writes it
     lengths = cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0]
-    if transformed:
-        with untransformed():
-            packing = packing_of(*lengths)
-    else:
-        packing = packing_of(*lengths)
+    packing = _packing_of(*lengths)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)

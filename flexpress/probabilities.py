@@ -9,32 +9,32 @@ and entropy is lse less the mean of S, which is the tangent of lse where all sco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from flexpress.autograd import once
-from flexpress.derivatives import Attention, added, gradients_of, pushed, second
+from flexpress.call import attend
+from flexpress.derivatives import Attention, Given, added, gradients_of, pushed, second
+from flexpress.mapped import ALONE, inputs_of, mapped
 from flexpress.problem import Problem
-from flexpress.sinks import before_sinks, sink_shares
+from flexpress.recorded import Recorded
+from flexpress.sinks import before_sinks, read_sinks, sink_shares
+from flexpress.transformed import Transformed
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.gpus import WIDEST_TILE
 from .codegen.mod.levels import one_by_one
 from .codegen.mod.scaled import scaled_graph
-from .codegen.run.call import Bound
+from .codegen.run.call import Bound, ExtraInputs
 from .codegen.run.captured import all_apart
 from .codegen.run.statistics import Statistics, Wanted, statistics
 
-NOT_OVER_DEVICES = (
-    "entropy, top_index and column_sums are not known where keys or heads lie on several devices: leave them out of return_aux, or call "
-    "flex_attention with ordinary tensors and without context="
+NOT_IN_CONTEXT = (
+    "entropy, top_index and column_sums are not known where sequences lie on several devices, with context=: leave them out of return_aux, "
+    "or call without"
 )
-NOTHING = Wanted()
-LOOKED_ONCE = (
-    "entropy and column_sums of return_aux are differentiable once: their gradients have no derivative. Detach the gradient, or compute "
-    "what is to be differentiated twice by dense attention"
-)
+NOTHING, NOTHING_SEEN = Wanted(), Statistics()
 
 
 def wanted_of(return_aux) -> Wanted:
@@ -42,23 +42,40 @@ def wanted_of(return_aux) -> Wanted:
     return Wanted(*(bool(getattr(return_aux, name, False)) for name in Wanted._fields))
 
 
-def look(call, wanted: Wanted, deterministic: bool) -> Statistics:
-    """What is wanted of the probabilities of a call, a Bound or a Recorded."""
-    if not isinstance(call, Bound):
+def attend_and_look(call: Bound | Recorded | Transformed, want_max: bool, wanted: Wanted, deterministic: bool) -> tuple:
+    """out, lse, max_scores and Statistics of a call, as one tuple, with None for what is not wanted."""
+    return *attend(call, want_max, deterministic), *(look(call, wanted, deterministic) if any(wanted) else NOTHING_SEEN)
+
+
+def look(call: Bound | Recorded | Transformed, wanted: Wanted, deterministic: bool) -> Statistics:
+    """What is wanted of the probabilities of a call."""
+    if isinstance(call, Recorded):
         return call.look(wanted, deterministic)
-    learned = call.q, call.k, *call.captured, *(() if call.sinks is None else (call.sinks,))
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in learned):
-        return statistics(call, wanted)
-    if call.score is not None:
-        call = call._replace(score=all_apart(call.score))
-    if wanted.entropy and call.q.shape[3] > WIDEST_TILE:
-        raise NotImplementedError(
-            f"the entropy of return_aux has gradients for head dims up to {WIDEST_TILE}, and q and k have {call.q.shape[3]}: ask for it "
-            "under torch.no_grad(), or leave it out"
-        )
-    problem, inputs, mask_tensors = parts_of_call(call, deterministic or torch.are_deterministic_algorithms_enabled())
-    found = iter(_Looked.apply(call, problem, wanted, mask_tensors, *inputs))
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    if isinstance(call, Transformed):
+        problem, x, sinks = replace(call.problem, dropout=None, deterministic=deterministic), list(call.tensors), call.sinks
+        if call.problem.dropout is not None:
+            x.pop()  # the seed: probabilities are those before dropout
+    else:
+        learned = call.q, call.k, *call.captured, *(() if call.sinks is None else (call.sinks,))
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in learned):
+            return statistics(call, wanted)
+        if call.score is not None:
+            call = call._replace(score=all_apart(call.score))
+        if wanted.entropy and call.q.shape[3] > WIDEST_TILE:
+            raise NotImplementedError(wide_entropy(call.q))
+        problem, (q, k, sinks, *captured), mask_tensors = parts_of_call(call, deterministic)
+        x = [q, k, call.v, *captured, *mask_tensors]
+    found = iter(Looked.apply(replace(problem, wanted=wanted), *x, sinks))
     return Statistics(*(next(found) if asked else None for asked in wanted))
+
+
+def wide_entropy(q: torch.Tensor) -> str:
+    """Why the entropy of such wide heads has no gradient."""
+    return (
+        f"the entropy of return_aux has gradients for head dims up to {WIDEST_TILE}, and q and k have {q.shape[3]}: ask for it under "
+        "torch.no_grad(), or leave it out"
+    )
 
 
 def parts_of_call(call: Bound, deterministic: bool) -> tuple[Problem, tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
@@ -69,36 +86,64 @@ def parts_of_call(call: Bound, deterministic: bool) -> tuple[Problem, tuple[torc
 
 
 @runs_uncompiled
-class _Looked(torch.autograd.Function):
-    """(a call, its Problem, wanted, what mask_mod captures, q, k, sinks or None, *captured) -> those statistics that are wanted."""
+class Looked(torch.autograd.Function):
+    """(problem, q, k, v, what the mods capture, sinks or None) -> those statistics that the problem wants. v has no part in them."""
 
     @staticmethod
-    def forward(ctx, call: Bound, problem: Problem, wanted: Wanted, mask_tensors: list, *inputs):
-        found = statistics(call, wanted)
+    def forward(problem: Problem, *tensors):
+        *x, sinks = tensors
+        bound = problem.bound(*x[:3], x[3:])
+        if sinks is not None:
+            bound = bound._replace(extras=ExtraInputs(read_sinks(sinks.detach(), bound.q.shape[1], bound.q.device)))
+        return tuple(t for t in statistics(bound, problem.wanted) if t is not None)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.problem, *tensors = inputs
         # autograd saves no tensor of inference mode, which has no version
-        ctx.save_for_backward(*(t.clone() if t is not None and t.is_inference() else t for t in (*inputs, *mask_tensors)))
-        ctx.problem, ctx.wanted, ctx.count = problem, wanted, len(inputs)
-        if found.top_index is not None:
-            ctx.mark_non_differentiable(found.top_index)
+        ctx.save_for_backward(*(t.clone() if t is not None and t.is_inference() else t for t in tensors))
+        if ctx.problem.wanted.top_index:
+            ctx.mark_non_differentiable(output[int(ctx.problem.wanted.entropy)])
+        ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
-        return tuple(t for t in found if t is not None)
 
     @staticmethod
     @one_by_one
     def backward(ctx, *given):
         given = iter(given)
-        d_entropy, _, d_sums = (next(given) if asked else None for asked in ctx.wanted)
-        saved = ctx.saved_tensors  # once: hooks of saved tensors may unpack them only so often
-        inputs, mask_tensors = saved[: ctx.count], saved[ctx.count :]
-        with torch.no_grad():
-            found = gradients(ctx.problem, inputs, mask_tensors, d_entropy, d_sums, ctx.needs_input_grad[4:])
-        return None, None, None, None, *once(found, inputs, LOOKED_ONCE)
+        d_entropy, _, d_sums = (next(given) if asked else None for asked in ctx.problem.wanted)
+        inputs, mask_tensors = _inputs_of(ctx.problem, ctx.saved_tensors)
+        needs, _ = _inputs_of(ctx.problem, ctx.needs_input_grad[1:])
+        of_q, of_k, of_sinks, *others = gradients(ctx.problem, inputs, mask_tensors, d_entropy, d_sums, needs)
+        return None, of_q, of_k, None, *others, *(None for _ in mask_tensors), of_sinks
+
+    @staticmethod
+    def jvp(ctx, _, *direction):
+        inputs, mask_tensors = _inputs_of(ctx.problem, ctx.saved_tensors)
+        direction, _ = _inputs_of(ctx.problem, direction)
+        ways = tangent_of_entropy, None, tangent_of_columns
+        ways = [way for way, asked in zip(ways, ctx.problem.wanted, strict=True) if asked]
+        if all(t is None for t in direction):
+            return (None,) * len(ways)
+        return tuple(None if way is None else way(ctx.problem, inputs, mask_tensors, direction) for way in ways)
+
+    @staticmethod
+    def vmap(info, in_dims, problem: Problem, *tensors):
+        return mapped(Looked, info, in_dims, problem, None, tensors, [*inputs_of(len(tensors) - 1), ALONE])
 
 
-def gradients(problem: Problem, inputs, mask_tensors, d_entropy, d_sums, needs) -> list[torch.Tensor | None]:
+def _inputs_of(problem: Problem, tensors) -> tuple[tuple, tuple]:
+    """Of what Looked takes, or of something for each of that: q, k, sinks and what score_mod captures; and what mask_mod captures."""
+    q, k, _, *others, sinks = tensors
+    return (q, k, sinks, *others[: problem.of_score]), tuple(others[problem.of_score :])
+
+
+def gradients(problem: Problem, inputs, mask_tensors, d_entropy, d_sums, needs) -> list[Given]:
     """Of `inputs`, which are q, k, sinks or None, and captured tensors; None where not needed. d_entropy, d_sums: those of the statistics,
     or None."""
     needs = [needed and t is not None for t, needed in zip(inputs, needs, strict=True)]
+    if d_entropy is not None and any(needs) and inputs[0].shape[3] > WIDEST_TILE:
+        raise NotImplementedError(wide_entropy(inputs[0]))
     if not any(needs) or all(d is None or not d.numel() for d in (d_entropy, d_sums)):
         return [torch.zeros_like(t) if needed else None for t, needed in zip(inputs, needs, strict=True)]
     size, found = None, [None] * len(inputs)
@@ -113,30 +158,30 @@ def gradients(problem: Problem, inputs, mask_tensors, d_entropy, d_sums, needs) 
     return [g if needed else None for g, needed in zip(found, needs, strict=True)]
 
 
-def _of_columns(problem: Problem, inputs, mask_tensors, d_sums: torch.Tensor, needs: list[bool]) -> list[torch.Tensor | None]:
+def _of_columns(problem: Problem, inputs, mask_tensors, d_sums: torch.Tensor, needs: list[bool]) -> list[Given]:
     """Of attention to d_sums as values, which are those of query heads, where every row counts once."""
     q, k, sinks, *captured = inputs
-    heads = q.shape[1] // k.shape[1]
-    keys = k.expand(q.shape[0], -1, -1, -1).repeat_interleave(heads, 1)
-    x = q, keys, d_sums.to(q.dtype).unsqueeze(-1), *captured, *mask_tensors
+    x = q, _of_query_heads(q, k), d_sums.to(q.dtype).unsqueeze(-1), *captured, *mask_tensors
     out, lse, _, rows = Attention.apply(problem, *x)
     d_out, d_lse, of_sinks = torch.ones_like(out), None, None
     if sinks is not None:
         d_out, d_lse, of_sinks = before_sinks(out, lse, sinks, d_out, None)
     of_q, of_k, _, *others = gradients_of(problem, (out, rows, *x), d_out, d_lse, _needs_of_x(needs, mask_tensors))
     if of_k is not None:
-        of_k = of_k.unflatten(1, (-1, heads)).sum(2)
+        of_k = of_k.unflatten(1, (k.shape[1], -1)).sum(2)
         of_k = of_k if k.shape[0] == q.shape[0] else of_k.sum(0, keepdim=True)
     return [of_q, of_k, of_sinks, *others[: len(captured)]]
 
 
-def _of_entropy(problem: Problem, inputs, mask_tensors, d_entropy: torch.Tensor, needs: list[bool]) -> list[torch.Tensor | None]:
+def _of_query_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Keys of every query head, of those that several share."""
+    return k.expand(q.shape[0], -1, -1, -1).repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+def _of_entropy(problem: Problem, inputs, mask_tensors, d_entropy: torch.Tensor, needs: list[bool]) -> list[Given]:
     """Of lse with sinks, less the mean of keys' scores and sinks by what each has of the weight."""
-    q, k, sinks, *captured = inputs
-    factor, (graph, numbers) = torch.ones((), dtype=torch.float32, device=q.device), problem.as_pushed().score
-    problem = replace(problem, score=(scaled_graph(graph), numbers))
-    x = q, k, k.new_zeros((*k.shape[:3], 1)), *captured, factor, *mask_tensors
-    grows = [torch.ones_like(factor) if t is factor else None for t in x]
+    sinks, captured = inputs[2], inputs[3:]
+    problem, x, grows = _growing(problem, inputs, mask_tensors)
     out, lse, _, rows, _, mean = pushed(problem, x, grows)
     d_lse, d_mean, of_sinks = d_entropy, -d_entropy, None
     if sinks is not None:
@@ -146,14 +191,63 @@ def _of_entropy(problem: Problem, inputs, mask_tensors, d_entropy: torch.Tensor,
         of_sinks = (d_entropy * share * turned).sum((0, 2)).to(sinks.dtype)
     empty = lse == float("-inf")
     d_lse, d_mean = d_lse.masked_fill(empty, 0.0), d_mean.masked_fill(empty, 0.0)
-    needs = _needs_of_x(needs, [factor, *mask_tensors])
-    pushed_problem, nothing = problem.as_pushed(), torch.zeros_like(out)
-    first = gradients_of(pushed_problem, (out, rows, *x), nothing, d_lse, needs)
-    more, _ = second(pushed_problem, x, nothing, d_mean, grows, needs)
+    needs = _needs_of_x(needs, x[3 + len(captured) :])
+    nothing = torch.zeros_like(out)
+    first = gradients_of(problem, (out, rows, *x), nothing, d_lse, needs)
+    more, _ = second(problem, x, nothing, d_mean, grows, needs)
     of_q, of_k, _, *others = map(added, first, more)
     return [of_q, of_k, of_sinks, *others[: len(captured)]]
 
 
-def _needs_of_x(needs: list[bool], behind: list) -> list[bool]:
+def _growing(problem: Problem, inputs, mask_tensors) -> tuple[Problem, tuple, list[Given]]:
+    """The problem with scores times a factor of each row, as forward mode has it; its x, with values of one column, and the factor, which
+    is 1, behind what score_mod captures; and the direction in which factors grow."""
+    q, k, _, *captured = inputs
+    problem = problem.as_pushed()
+    graph, numbers = problem.score
+    factor = torch.ones(q.shape[:3], dtype=torch.float32, device=q.device)
+    x = q, k, k.new_zeros((*k.shape[:3], 1)), *captured, factor, *mask_tensors
+    return replace(problem, score=(scaled_graph(graph), numbers)), x, [factor if t is factor else None for t in x]
+
+
+def _needs_of_x(needs: list[bool], behind: Sequence) -> list[bool]:
     """Of q, k, v, captured tensors and those `behind` them, of those of q, k, sinks and captured tensors."""
     return [*needs[:2], False, *needs[3:], *(False for _ in behind)]
+
+
+def tangent_of_columns(problem: Problem, inputs, mask_tensors, direction) -> torch.Tensor:
+    """Column sums are the gradient of attention's values, where every row counts once, or what its sink leaves it: this is the tangent."""
+    (q, k, sinks, *captured), (q_t, k_t, sinks_t, *captured_t) = inputs, direction
+    keys = _of_query_heads(q, k)
+    x = q, keys, q.new_zeros((*keys.shape[:3], 1)), *captured, *mask_tensors
+    moves = [q_t, None if k_t is None else _of_query_heads(q, k_t), None, *captured_t, *(None for _ in mask_tensors)]
+    of_values = [i == 2 for i in range(len(x))]
+    out, lse, _, rows = Attention.apply(problem, *x)
+    weights = torch.ones_like(out) if sinks is None else sink_shares(lse, sinks)[1].unsqueeze(-1).to(out.dtype)
+    found, (_, lse_t) = second(problem, x, weights, None, moves, of_values)
+    if sinks is not None:
+        moved = _share_tangent(lse, lse_t, sinks, sinks_t).unsqueeze(-1).to(out.dtype)
+        found = map(added, found, gradients_of(problem, (out, rows, *x), moved, None, of_values))
+    return list(found)[2].squeeze(-1).float()
+
+
+def tangent_of_entropy(problem: Problem, inputs, mask_tensors, direction) -> torch.Tensor:
+    """The mean of a row's scores is the gradient of lse for a factor of them."""
+    (_, _, sinks, *captured), (q_t, k_t, sinks_t, *captured_t) = inputs, direction
+    problem, x, grows = _growing(problem, inputs, mask_tensors)
+    out, lse, _, _, _, mean = pushed(problem, x, grows)
+    moves = [q_t, k_t, None, *captured_t, *(None for _ in x[3 + len(captured) :])]
+    found, (_, lse_t) = second(problem, x, torch.zeros_like(out), torch.ones_like(lse), moves, [t is not None for t in grows])
+    entropy_t = lse_t - found[3 + len(captured)]
+    if sinks is not None:
+        scores, share, of_sink = sink_shares(lse, sinks)
+        gained = torch.where(of_sink == 0.0, 0.0, scores - mean)
+        entropy_t = share * entropy_t + _share_tangent(lse, lse_t, sinks, sinks_t) * gained
+    return entropy_t.masked_fill(lse == float("-inf"), 0.0)
+
+
+def _share_tangent(lse: torch.Tensor, lse_t: torch.Tensor, sinks: torch.Tensor, sinks_t: Given) -> torch.Tensor:
+    """That of the share that keys have of each row's weight."""
+    _, share, of_sink = sink_shares(lse, sinks)
+    moved = lse_t if sinks_t is None else lse_t - sinks_t.float().view(-1, 1)
+    return share * torch.where(of_sink == 0.0, 0.0, of_sink * moved)

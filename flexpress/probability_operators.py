@@ -12,7 +12,7 @@ import torch
 
 from flexpress.custom_ops import fake_of, operator_of_mods
 from flexpress.operators import call_of, gradient_like, laid_out_as, no_gradients
-from flexpress.probabilities import LOOKED_ONCE, gradients, parts_of_call
+from flexpress.probabilities import gradients, parts_of_call
 from flexpress.programs import Captures, read_program
 
 from .codegen.device.counters import nothing_kept
@@ -95,7 +95,10 @@ def _learned(query, key, tensors: list, wanted: list[int], sinks) -> list[torch.
 
 
 def _refuse(ctx, *_):
-    raise NotImplementedError(LOOKED_ONCE)
+    raise NotImplementedError(
+        "entropy and column_sums of return_aux are differentiable once where the call is an operator: their gradients have no derivative "
+        "there. Detach the gradient, or make the call outside of torch.compile"
+    )
 
 
 probability_gradients.register_autograd(_refuse)

@@ -22,6 +22,7 @@ from .codegen.mod.wide import in_wide_integers
 from .codegen.plan.forward import Options
 from .codegen.run.block_lists import BlockLists
 from .codegen.run.call import Bound, ExtraInputs, Inputs
+from .codegen.run.statistics import Wanted
 from .codegen.run.tangent import Direction
 
 
@@ -44,6 +45,7 @@ class Problem:
     transposed       what makes the transposed ones of the bound mask_mod, if that is known
     packed           where packed sequences start among the queries and among the keys
     dropout          what kernels need of it beside the seed, or None
+    wanted           statistics of the probabilities
     """
 
     scale: float
@@ -55,6 +57,7 @@ class Problem:
     transposed: Callable[[tuple], BlockLists] | None = None
     dropout: ExtraInputs | None = None
     output_max: bool = False
+    wanted: Wanted = Wanted()
     deterministic: bool = False
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -39,13 +39,6 @@ class Transformed(NamedTuple):
         if self.sinks is not None:
             out, lse = fold_sinks(out, lse, self.sinks)
         return out, lse, max_scores if output_max else None
-
-    def look(self, *_) -> NoReturn:
-        """Refuses entropy, top_index and column_sums."""
-        raise NotImplementedError(
-            "entropy, top_index and column_sums of return_aux are not supported inside transforms of torch.func, and in forward mode: ask "
-            "for them outside"
-        )
 
 
 def _attention(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> tuple:

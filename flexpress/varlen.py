@@ -14,7 +14,7 @@ from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_call import attend_packed
 from flexpress.parts import tell_ranks
-from flexpress.probabilities import NOT_OVER_DEVICES, NOTHING
+from flexpress.probabilities import NOT_IN_CONTEXT, NOTHING
 from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, looked, opened, result_of
 
 from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
@@ -256,15 +256,15 @@ def varlen_attention(
         asked = max_scores, wanted = (False, NOTHING) if return_aux is None else asked_for(return_aux, return_lse)
         if context is not None or is_distributed(q):
             refuse_float8_over_devices(q, float8)
-            if any(wanted):
-                raise NotImplementedError(NOT_OVER_DEVICES)
         if context is not None:
+            if any(wanted):
+                raise NotImplementedError(NOT_IN_CONTEXT)
             check_still("varlen_attention with context=", q, k, v)
             from flexpress.distributed.varlen import attend_varlen_in_context
 
             found = attend_varlen_in_context(context, *arguments, sinks, max_scores)
         elif q.__class__ not in ORDINARY and is_distributed(q):
-            found = _attend_shards(*arguments, sinks, max_scores)
+            found = _attend_shards(*arguments, sinks, asked)
         else:
             found = attend_packed(*arguments, sinks=sinks, dropout=dropout, quantised=float8, asked=asked)
         if return_aux is not None:
@@ -276,14 +276,13 @@ def varlen_attention(
 
 
 def _attend_shards(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, sinks, max_scores: bool
+    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, sinks, asked: tuple
 ) -> tuple:
-    """out, lse and max_scores, or None, of DTensors."""
+    """As attend_packed, of DTensors."""
     from flexpress.dtensors import Shards  # imports torch's, which takes long
 
     part = Shards({"q": q, "k": k, "v": v}, None, 1)
     mods = part.score_mod(score_mod), part.mask_mod(mask_mod)
     q, k, v = part.local
     others = scale, kernel_options, deterministic, part.read_captured, part.sinks(sinks)
-    found = attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *mods, *others, asked=(max_scores, NOTHING))
-    return part.joined(*found[:3])
+    return part.joined(*attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *mods, *others, asked=asked))

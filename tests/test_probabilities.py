@@ -211,15 +211,6 @@ def test_entropy_of_wide_heads_has_no_gradient():
     assert q.grad.any()
 
 
-def test_a_gradient_has_no_derivative():
-    q = torch.randn(1, 1, 9, 8, requires_grad=True)
-    _, aux = flex_attention(q, q, q, return_aux=ALL)
-    for statistic in (aux.entropy, aux.column_sums):
-        (first,) = torch.autograd.grad(statistic.square().sum(), q, create_graph=True)
-        with pytest.raises(NotImplementedError, match="their gradients have no derivative"):
-            first.sum().backward()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_written_between_the_passes_is_noticed(device):
     q = torch.randn(1, 1, 9, 8, device=device, requires_grad=True)
@@ -288,12 +279,6 @@ def test_a_gradient_of_zeros_computes_nothing(monkeypatch):
         torch.autograd.grad(attend(torch.ones(())), q)
 
 
-def test_in_transforms():
-    q = torch.randn(1, 2, 9, 8)
-    with pytest.raises(NotImplementedError, match="are not supported inside transforms"):
-        torch.func.grad(lambda q: flex_attention(q, q, q, return_aux=AuxRequest(top_index=True))[0].sum())(q)
-
-
 def test_shapes_without_memory():
     q, k = torch.randn(2, 4, 30, 16, device="meta"), torch.randn(2, 2, 50, 16, device="meta")
     _, aux = flex_attention(q, k, k, enable_gqa=True, return_aux=ALL)
@@ -320,7 +305,5 @@ def test_a_pass_does_what_it_is_asked_for():
 
 def test_sequences_over_several_devices_are_refused():
     q = torch.randn(1, 2, 41, 16)
-    with pytest.raises(
-        NotImplementedError, match="entropy, top_index and column_sums are not known where keys or heads lie on several devices"
-    ):
+    with pytest.raises(NotImplementedError, match="entropy, top_index and column_sums are not known where sequences lie on several"):
         flex_attention(q, q, q, return_aux=AuxRequest(entropy=True), context=object())

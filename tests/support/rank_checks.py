@@ -54,16 +54,17 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compare(call, mesh, leaves, placements, expected=None, gradients=True):
-    """`call(*leaves)` gives tensors: those of DTensors, and gradients of all leaves, are those of ordinary tensors."""
+def compare(call, mesh, leaves, placements, expected=None, gradients=True, unused=()):
+    """`call(*leaves)` gives tensors: those of DTensors, and gradients of all leaves but `unused` ones, are those of ordinary tensors."""
     distributed = spread(mesh, *zip(leaves, placements, strict=True))
     found = call(*distributed)
     weights = [torch.randn(t.shape) for t in found]
+    learns = [i for i in range(len(leaves)) if i not in unused]
 
     def of_one_process() -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
         wanted = call(*leaves)
         loss = sum((t * w).sum() for t, w in zip(wanted, weights, strict=True))
-        return [t.detach() for t in wanted], torch.autograd.grad(loss, leaves) if gradients else ()
+        return [t.detach() for t in wanted], torch.autograd.grad(loss, [leaves[i] for i in learns]) if gradients else ()
 
     wanted, wanted_gradients = from_first_rank(of_one_process)
     for have, want in zip(found, wanted, strict=True):
@@ -71,7 +72,8 @@ def compare(call, mesh, leaves, placements, expected=None, gradients=True):
         torch.testing.assert_close(have.full_tensor(), want)
     if not gradients:
         return None
-    found = torch.autograd.grad(found, distributed, [spread(mesh, (w, t.placements))[0] for t, w in zip(found, weights, strict=True)])
+    given = [spread(mesh, (w, t.placements))[0] for t, w in zip(found, weights, strict=True)]
+    found = torch.autograd.grad(found, [distributed[i] for i in learns], given)
     for have, want in zip(found, wanted_gradients, strict=True):
         torch.testing.assert_close(have.full_tensor(), want)
     return distributed, found
@@ -109,6 +111,30 @@ def batch_and_heads():
     for placements, slopes, table in zip(SPLITS, (Replicate(), Shard(0), Shard(0)), (Shard(0), Shard(1), Replicate()), strict=True):
         leaves, found = compare(attention, mesh_of(2), [*tensors(Hkv=2), *learned()], [placements] * 3 + [[slopes], [table]])
         assert [t.placements for t in found] == [t.placements for t in leaves]
+
+
+@check(2)
+def statistics_of_the_probabilities():
+    """What rows and columns of a head have lies where the head does; gradients of learned slopes are those of all ranks."""
+    offsets = torch.tensor([0, 7, 20], dtype=torch.int32)
+    asked = AuxRequest(entropy=True, top_index=True, column_sums=True)
+
+    def dense(q, k, v, slopes, table, sinks):
+        mods = {"score_mod": biased(slopes, table), "mask_mod": stairs}
+        return flex_attention(q, k, v, **mods, sinks=sinks, enable_gqa=True, return_aux=asked)[1]
+
+    def packed(q, k, v, slopes, table, sinks):
+        return varlen_attention(q, k, v, offsets, score_mod=biased(slopes, table), mask_mod=stairs, sinks=sinks, return_aux=asked)[1]
+
+    for placements, of_heads in zip(SPLITS, (Replicate(), Shard(0), Replicate()), strict=True):
+        leaves = [*tensors(Hkv=2), *learned(), torch.randn(4).requires_grad_()]
+        lie = [placements] * 3 + [[of_heads], [Replicate()], [of_heads]]
+        compare(lambda *x: [dense(*x).entropy, dense(*x).column_sums], mesh_of(2), leaves, lie, unused=(2,))
+        compare(lambda *x: [dense(*x).top_index], mesh_of(2), leaves, lie, gradients=False)
+    tokens = [t[0].detach().transpose(0, 1).contiguous().requires_grad_() for t in tensors(Hkv=2)]
+    leaves, lie = [*tokens, *learned(), torch.randn(4).requires_grad_()], [[Shard(1)]] * 3 + [[Shard(0)], [Replicate()], [Shard(0)]]
+    compare(lambda *x: [packed(*x).entropy, packed(*x).column_sums], mesh_of(2), leaves, lie, unused=(2,))
+    compare(lambda *x: [packed(*x).top_index], mesh_of(2), leaves, lie, gradients=False)
 
 
 @check(2)
