@@ -99,7 +99,8 @@ class Looked(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.problem, *tensors = inputs
+        ctx.problem, q, k, _, *others = inputs
+        tensors = q, k, None, *others
         # autograd saves no tensor of inference mode, which has no version
         ctx.save_for_backward(*(t.clone() if t is not None and t.is_inference() else t for t in tensors))
         if ctx.problem.wanted.top_index:
