@@ -12,7 +12,7 @@ from flexpress.problem import Problem, dense
 from flexpress.sinks import before_sinks
 
 from .codegen.compiling import runs_uncompiled
-from .codegen.mod.levels import one_by_one
+from .codegen.mod.levels import are_saved_elsewhere, one_by_one
 from .codegen.mod.loads import reached_by_gradients
 from .codegen.mod.tensors import check_values, is_transformed, is_unseen
 from .codegen.run.backward import backward, begin
@@ -64,6 +64,8 @@ class _Attention(torch.autograd.Function):
         before = functools.partial(begin, for_backward(bound, needed.sinks), needed.wanted, deterministic)
         out, lse, max_scores, rows = forward(bound, output_max=output_max, output_rows=True, waits=deterministic, before=before)
         _, _, _, inputs, scale, score, mask, lists, transposed, options, extras = bound
+        if are_saved_elsewhere():  # then `raw` would be this pass's, and the values perhaps those of another one, by another kernel
+            rows = rows.scaled(scale)
         seed, places = (extras.seed, extras.places) if extras else (None, ())
         ctx.extras = extras and ExtraInputs(dropout_p=extras.dropout_p)
         mask_tensors = mask[1][: len(mask[0].tensors)] if mask else []

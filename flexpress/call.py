@@ -49,7 +49,7 @@ def bound(
     kernel_options,
     mask_mod,
     packed=None,
-    read=read_captured,
+    gather=None,
     sinks=None,
     dropout=None,
     quantised=None,
@@ -58,7 +58,7 @@ def bound(
     """The arguments of flex_attention, checked, its mods bound, and its block lists.
 
     packed   where sequences start among the queries and among the keys, int32 (n + 1,) each, if these are packed sequences
-    read     makes what a bound mod captures readable, in place
+    gather   makes ordinary tensors of those that a bound mod captures, in place, which are told by where they are from
     sinks, dropout, quantised   as flexpress.sinks, flexpress.dropout and flexpress.float8 read them
     of_operator   an operator was called, which is below all that records and transforms calls: a Bound is returned
     """
@@ -67,14 +67,14 @@ def bound(
     if inputs is None:
         asked = score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout, quantised
         if not of_operator and not are_plain(q, k, v):
-            if (unusual := _unusual(q, k, v, asked)) is not None:
+            if (unusual := _unusual(q, k, v, asked, gather)) is not None:
                 return unusual
             q, k, v = readable_inputs(q, k, v)
         if _autocasts():
             q, k, v = checks.autocast(q, k, v)
         inputs = checked(q, k, v, enable_gqa)
         if inputs is None:
-            return recorded(query, key, value, *asked)
+            return recorded(query, key, value, *asked, gather=gather)
     options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
     if scale is None:
         scale = inputs.scale
@@ -84,14 +84,14 @@ def bound(
     if score_mod is not None:
         score = _bound_mod(score_mod, "score", inputs, packed)
         if score[1]:
-            read(score, inputs.device, "score_mod")
+            read_captured(score, inputs.device, "score_mod", gather)
     if block_mask is not None:
         check_made_of(block_mask, mask_mod)
         lists, transposed, mask_mod = read_mask(block_mask, q, k, inputs, options)
     if mask_mod is not None:
         mask = _bound_mod(mask_mod, "mask", inputs, packed)
         if mask[1]:
-            read(mask, inputs.device, "mask_mod")
+            read_captured(mask, inputs.device, "mask_mod", gather)
     narrow = mask is not None and is_narrow(mask, inputs, options, block_mask)
     if mask is not None and (lists is None or narrow or tells_entries_apart(mask, lists, inputs, block_mask)):
         make = lists_of_call(inputs, options, packed, narrow, dropout is not None)
@@ -117,10 +117,10 @@ def _extras(inputs: Inputs, packed: tuple | None, sinks: torch.Tensor | None, dr
     return extras_of_dropout(dropout, packed, inputs.extents)._replace(sinks=sinks)
 
 
-def _unusual(q, k, v, asked: tuple) -> Recorded | Transformed | None:
+def _unusual(q, k, v, asked: tuple, gather: Callable | None) -> Recorded | Transformed | None:
     """The call, if torch is to see it or transforms it. `asked`: what `recorded` takes behind q, k and v."""
     if recording(q, k, v):
-        return recorded(q, k, v, *asked)
+        return recorded(q, k, v, *asked, gather=gather)
     if not is_transformed():
         return None
     refuse_transformed(q)

@@ -47,9 +47,7 @@ class Attention(torch.autograd.Function):
     def forward(problem: Problem, q, k, v, *captured):
         bound = problem.bound(q, k, v, captured)
         out, lse, max_scores, rows = forward(bound, output_max=problem.output_max, output_rows=True)
-        if rows.raw:  # no tensor says so to the backward pass
-            rows.values.select(-1, 0).mul_(bound.scale)
-        return out, lse, _or_empty(max_scores, out), rows.values
+        return out, lse, _or_empty(max_scores, out), rows.scaled(bound.scale).values
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -28,8 +28,8 @@ from flexpress.parts import Part, mask_of_part, score_of_part
 from flexpress.probabilities import attend_and_look
 from flexpress.sinks import check_sinks
 
-from .codegen.mod.bind import bind
-from .codegen.mod.tensors import is_distributed, read_captured
+from .codegen.mod.bind import graph_of
+from .codegen.mod.tensors import is_distributed
 from .codegen.run.call import Bound
 from .codegen.run.statistics import Wanted
 
@@ -207,17 +207,23 @@ class Shards:
         """Are a block mask's lists those of the first batch entry or head alone, which this rank may not have?"""
         if self._has_all or not isinstance(mask, BlockMask) or not mask._decided:
             return False
-        return leave_out_entries(mask.as_lists(), bind(mask.mask_mod, "mask", self._query.device)[0].symbols, tuple(self._query.shape[:2]))
+        return leave_out_entries(mask.as_lists(), graph_of(mask.mask_mod, "mask", self._query.device).symbols, tuple(self._query.shape[:2]))
 
-    def read_captured(self, bound: tuple, device: torch.device, where: str) -> None:
-        """Make what a bound mod captures readable, in place, with DTensors gathered."""
+    def gather(self, bound: tuple, where: str) -> None:
+        """Gather the DTensors that a bound mod captures, in place."""
         graph, values = bound
         for i, capture in enumerate(graph.tensors):
             tensor = values[i]
             if is_distributed(tensor):
                 self._check_mesh(tensor, f"{where} {graph.name} captures {capture.name}, a DTensor", capture.name)
                 values[i] = self._gathered(tensor)
-        read_captured(bound, device, where)
+
+    def scale(self, scale):
+        """A scale that may be a tensor, gathered if it is a DTensor."""
+        if not is_distributed(scale):
+            return scale
+        self._check_mesh(scale, "scale is a DTensor", "scale")
+        return self._gathered(scale)
 
     def sinks(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
         """This rank's part of the sinks of all heads."""
@@ -282,8 +288,8 @@ def bound_shard(query, key, value, score_mod, block_mask, scale, enable_gqa, ker
     if part.leaves_out_entries(block_mask):
         checks.check_mask_fits(mask.as_lists(), mask.seq_lengths, *part.local[:2], mask.shape)
         mask, own_mask_mod = None, mask.mask_mod  # which makes lists of its own
-    mods = part.score_mod(score_mod), mask, scale, enable_gqa, kernel_options, own_mask_mod
-    return part, bound(*part.local, *mods, read=part.read_captured, sinks=part.sinks(sinks))
+    mods = part.score_mod(score_mod), mask, part.scale(scale), enable_gqa, kernel_options, own_mask_mod
+    return part, bound(*part.local, *mods, gather=part.gather, sinks=part.sinks(sinks))
 
 
 def attend_shards(*arguments, output_max: bool, wanted: Wanted, deterministic: bool, sinks: torch.Tensor | None = None) -> tuple:

@@ -123,9 +123,7 @@ def flex_attention(
         scales = q_scale, k_scale, v_scale
         call = call_of(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted, sinks, seed, scales)
         out, lse, max_scores, rows = forward(call, output_max=wanted.max_scores, output_rows=wanted.rows)
-    if rows is not None and rows.raw:  # no tensor says so to the backward pass
-        rows.values.select(-1, 0).mul_(call.scale)
-    return out, lse, _or_empty(max_scores, query), _or_empty(rows and rows.values, query)
+    return out, lse, _or_empty(max_scores, query), _or_empty(rows and rows.scaled(call.scale).values, query)
 
 
 def _or_empty(tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from flexpress.recorded import Recorded
 from flexpress.transformed import Transformed
 
 from .codegen.mod.levels import untransformed, without_levels
-from .codegen.mod.tensors import followed, read_captured, tracing
+from .codegen.mod.tensors import followed, tracing
 from .codegen.run.call import Bound
 from .codegen.run.statistics import Wanted
 
@@ -29,15 +29,15 @@ def attend_packed(
     scale,
     kernel_options,
     deterministic,
-    read=read_captured,
+    gather=None,
     sinks=None,
     dropout=None,
     quantised=None,
     asked: tuple[bool, Wanted] = (False, NOTHING),
 ) -> tuple:
-    """out, lse, max_scores and Statistics, as one tuple, with None for what is not `asked` for. `read` as for `bound`."""
+    """out, lse, max_scores and Statistics, as one tuple, with None for what is not `asked` for. `gather` as for `bound`."""
     max_scores, wanted = asked
-    call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read, sinks, dropout, quantised)
+    call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, gather, sinks, dropout, quantised)
     if any(wanted) and q.dtype == FLOAT8:
         raise NotImplementedError(NOT_OF_FLOAT8)
     found = _of_tokens(attend_and_look(call, max_scores, wanted, deterministic))
@@ -82,7 +82,7 @@ def packed_call(
     mask_mod=None,
     scale=None,
     kernel_options=None,
-    read=read_captured,
+    gather=None,
     sinks=None,
     dropout=None,
     quantised=None,
@@ -99,4 +99,4 @@ def packed_call(
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)
-    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read, sinks, dropout, quantised)
+    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, gather, sinks, dropout, quantised)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .codegen.mod.bind import bind
+from .codegen.mod.bind import graph_of
 from .codegen.mod.capture import name_of, plain
 
 
@@ -57,7 +57,7 @@ def _indices(mod: Callable | None, kind: str, batch: Part, heads: Part, device: 
     """From a part's b and h to those of all. A mod that uses neither keeps the kernel, and the block lists, that it has anywhere."""
     if mod is None or batch.first is heads.first is None:
         return _same, _same
-    used = bind(mod, kind, device)[0].symbols
+    used = graph_of(mod, kind, device).symbols
     return tuple(_index(part) if name in used else _same for name, part in (("b", batch), ("h", heads)))
 
 

@@ -116,9 +116,22 @@ class Recorded(NamedTuple):
 
 
 def recorded(
-    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks=None, dropout=None, quantised=None
+    query,
+    key,
+    value,
+    score_mod,
+    block_mask,
+    scale,
+    enable_gqa,
+    kernel_options,
+    mask_mod,
+    packed,
+    sinks=None,
+    dropout=None,
+    quantised=None,
+    gather: Callable | None = None,
 ) -> Recorded:
-    """The arguments of flex_attention; `packed` as for call.bound."""
+    """The arguments of flex_attention; `packed` and `gather` as for call.bound."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
             "flex_attention was called inside a transform of torch.func (vmap, grad, jvp, ...) that is recorded, by torch.compile or a "
@@ -129,9 +142,8 @@ def recorded(
     modes = [getattr(t, "fake_mode", None) for t in (query, key, value)]
     if None not in modes and not tracing():  # FakeTensors, outside the mode that they were made in
         with modes[0]:
-            return recorded(
-                query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout, quantised
-            )
+            asked = score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout, quantised
+            return recorded(query, key, value, *asked, gather)
     query, key, value = checks.autocast(query, key, value)
     checks.check_tensors(query, key, value, enable_gqa)
     options = checks.parse_options(kernel_options)
@@ -139,7 +151,7 @@ def recorded(
     if block_mask is not None:
         lists, decided, mask_mod = lists_of_mask(block_mask, query, key, mask_mod)
     scale, score_mod = read_scale(scale, score_mod, query.shape[3], query.device)
-    score, mask = bound_mod(score_mod, "score", query.device), bound_mod(mask_mod, "mask", query.device)
+    score, mask = bound_mod(score_mod, "score", query.device, gather), bound_mod(mask_mod, "mask", query.device, gather)
     if lists is not None and decided and leave_out_entries(lists, mask[0].symbols, query.shape[:2]):
         lists = None  # mask_mod makes them
     if sinks is not None:
@@ -167,15 +179,17 @@ def lists_of_mask(block_mask, query, key, mask_mod) -> tuple:
 
 
 @overload
-def bound_mod(mod: Callable, kind: str, device: torch.device | None = None) -> tuple: ...
+def bound_mod(mod: Callable, kind: str, device: torch.device | None = None, gather: Callable | None = None) -> tuple: ...
 @overload
-def bound_mod(mod: None, kind: str, device: torch.device | None = None) -> None: ...
-def bound_mod(mod, kind, device=None):
+def bound_mod(mod: None, kind: str, device: torch.device | None = None, gather: Callable | None = None) -> None: ...
+def bound_mod(mod, kind, device=None, gather=None):
     """A mod's graph and what it captures, with or without values. Raises NotImplementedError for kinds of tensors that kernels cannot
     read."""
     if mod is None:
         return None
     graph, values = graph_and_values(mod, kind, device)
+    if gather is not None:
+        gather((graph, values), f"{kind}_mod")
     for capture, tensor in zip(graph.tensors, values, strict=False):
         check_kind(f"{kind}_mod {graph.name} captures {capture.name}, which", tensor)
     return graph, values

@@ -18,7 +18,7 @@ from flexpress.cached_mods import mask_behind, mask_of_rows, score_behind, score
 from flexpress.cached_problem import CachedProblem
 from flexpress.shared_prefix import SharedPrefix, SharedTables
 
-from .codegen.mod.bind import bind
+from .codegen.mod.bind import graph_of
 from .codegen.mod.loads import dots_of
 from .codegen.plan.shared_tiles import BLOCK
 from .codegen.run.call import Cached
@@ -102,7 +102,7 @@ def is_possible(prefix: SharedPrefix, problem: CachedProblem) -> bool:
     if not prefix.has_few(problem.tokens):
         return False
     mods = ("score", problem.score_mod), ("mask", problem.mask_mod)
-    return not any(mod is not None and dots_of(bind(mod, kind, problem.k_cache.device)[0]) for kind, mod in mods)
+    return not any(mod is not None and dots_of(graph_of(mod, kind, problem.k_cache.device)) for kind, mod in mods)
 
 
 def may_fill(problem: CachedProblem) -> bool:

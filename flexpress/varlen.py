@@ -284,5 +284,5 @@ def _attend_shards(
     part = Shards({"q": q, "k": k, "v": v}, None, 1)
     mods = part.score_mod(score_mod), part.mask_mod(mask_mod)
     q, k, v = part.local
-    others = scale, kernel_options, deterministic, part.read_captured, part.sinks(sinks)
+    others = part.scale(scale), kernel_options, deterministic, part.gather, part.sinks(sinks)
     return part.joined(*attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *mods, *others, asked=asked))

@@ -28,6 +28,7 @@ from .errors import ModError
 from .expr import ModGraph
 from .graph_mod import GraphMod
 from .graph_text import text_of
+from .levels import is_watched, unwatched
 from .origins import Origin, Origins, origins_of
 from .program import Untrackable
 from .trace import Traced, check_parameters, parts_of, replayable, traced_once
@@ -41,11 +42,13 @@ class _Bucket:
     """The traces of one piece of code, newest first.
 
     every_call   why mods of this code are traced at every call; "" if they are not
+    computes     does one of the traces compute tensors of what is captured?
     graphs       the kernels so far, by the functions that were run: of a mod made of others, as and_masks makes them, these differ
     """
 
     traces: tuple[Traced, ...] = ()
     every_call: str = ""
+    computes: bool = False
     graphs: dict[frozenset, set[str]] = field(default_factory=dict)
 
 
@@ -77,11 +80,35 @@ def bind(mod, kind: str, device: torch.device | None = None) -> tuple[ModGraph, 
     set_device(device)
     key = (kind, mod.__code__ if type(mod) is types.FunctionType else _code_of(mod), torch.get_default_dtype())
     bucket = _buckets.get(key)
+    if (bucket is None or bucket.computes) and is_watched():
+        return _bound_in_sight(mod, kind, key, bucket)
+    traced, values = _found(mod, kind, key, bucket)
+    return traced.graph, values
+
+
+def graph_of(mod, kind: str, device: torch.device | None = None) -> ModGraph:
+    """The graph of `bind`. What a mod captures is none of the caller's business, so nobody sees it computed."""
+    with unwatched():
+        return bind(mod, kind, device)[0]
+
+
+def _bound_in_sight(mod, kind: str, key: tuple, bucket: _Bucket | None) -> tuple[ModGraph, list]:
+    """What is computed of captured tensors is computed once where others count it: not for traces that do not fit, nor while tracing."""
+    with unwatched():
+        traced, _ = _found(mod, kind, key, bucket)
+    values = None if traced.program is None else traced.bind(mod)
+    if values is None:  # it is traced at every call
+        traced, values = traced_once(mod, kind)
+    return traced.graph, values
+
+
+def _found(mod, kind: str, key: tuple, bucket: _Bucket | None) -> tuple[Traced, list]:
+    """A trace that fits a mod, made now if there is none, and what the mod captures."""
     if bucket is not None:
         for traced in bucket.traces:
             values = traced.bind(mod)
             if values is not None:
-                return traced.graph, values
+                return traced, values
     else:
         check_parameters(mod, kind)
         bucket = _Bucket()
@@ -90,7 +117,7 @@ def bind(mod, kind: str, device: torch.device | None = None) -> tuple[ModGraph, 
     name = f"{kind}_mod {name_of(mod)}"
     logs.TRACE.debug("traced %s in %.1f ms", name, 1e3 * (time.perf_counter() - start))
     _keeping.run(_keep, key, bucket, traced, reason, name)
-    return traced.graph, values
+    return traced, values
 
 
 def _keep(key: tuple, bucket: _Bucket, traced: Traced, reason: str, name: str) -> None:
@@ -99,6 +126,7 @@ def _keep(key: tuple, bucket: _Bucket, traced: Traced, reason: str, name: str) -
     bucket = _buckets.setdefault(key, bucket)
     if traced.program is not None:
         bucket.traces = (traced, *bucket.traces[: _PER_BUCKET - 1])
+        bucket.computes = bucket.computes or traced.program.computes
     elif not bucket.every_call:
         bucket.every_call = reason
         logs.TRACE.warning("%s is traced at every call, which takes some tenths of a millisecond: it %s", name, reason)

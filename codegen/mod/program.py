@@ -67,6 +67,7 @@ class HostProgram:
         self.root_guard = of_class(type(root))
         self.attributes: set[str] = set()  # names that the mod's code reads of objects
         self._aliases: dict[int, int] = {}  # id of a tensor -> the step that found it first
+        self.computes = False  # tensors, of what is captured
 
     def add(self, run: Callable, value, guard: Callable, describe: str, source: object = None) -> int:
         """Remember one step with the value that it gave during the trace; returns its place."""
@@ -107,6 +108,7 @@ class HostProgram:
         if not self.root_guard(values[0]) or not all(step.guard(value) for step, value in zip(self.steps, values[1:], strict=True)):
             raise Untrackable("captures something that changes while it is read")
         self._pairs = [(step.run, step.guard) for step in self.steps]
+        self.computes = any(step.made and isinstance(value, torch.Tensor) for step, value in zip(self.steps, values[1:], strict=True))
         return values
 
     def run(self, root) -> list | None:

@@ -7,6 +7,7 @@ be turned) have none, or one that means something else. All that is asked of a t
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch.autograd import forward_ad
@@ -222,7 +223,7 @@ def _kind(tensor: torch.Tensor) -> str | None:
     if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         remedies = {
             "FakeTensor": "it has no memory: kernels need real tensors",
-            "DTensor": "pass what this rank has, .to_local(), or all, .full_tensor(); attention without a cache takes it beside DTensors",
+            "DTensor": "pass what this rank has, .to_local(), or all, .full_tensor(); flex_attention takes it beside DTensors",
             "AsyncCollectiveTensor": "wait for it with .wait()",
         }
         return f"a {cls.__name__}, a tensor subclass with operations of its own (__torch_dispatch__); " + remedies.get(
@@ -293,11 +294,14 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def read_captured(bound: tuple, device: torch.device, where: str) -> None:
-    """Make what a bound mod captures readable, in place. Kernels read captured tensors where they lie: on the device of the call.
+def read_captured(bound: tuple, device: torch.device, where: str, gather: Callable | None = None) -> None:
+    """Make what a bound mod captures readable, in place, after `gather(bound, where)`. Kernels read captured tensors where they lie: on the
+    device of the call.
 
     Raises ValueError for another device, TypeError for a dtype and NotImplementedError for a kind that kernels cannot read.
     """
+    if gather is not None:
+        gather(bound, where)
     graph, values = bound
     for i, capture in enumerate(graph.tensors):
         tensor = values[i]

@@ -168,6 +168,12 @@ class Rows(NamedTuple):
     raw: bool
     provisional: bool = False
 
+    def scaled(self, scale: float) -> Rows:
+        """With scores that have their scale, in place: where nothing but the values reaches the backward pass."""
+        if self.raw:
+            self.values.select(-1, 0).mul_(scale)
+        return self._replace(raw=False)
+
 
 @dataclass(frozen=True)
 class Cached:

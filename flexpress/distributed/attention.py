@@ -27,8 +27,9 @@ from flexpress.scales import read_scale
 from flexpress.sinks import fold_sinks, read_sinks
 
 from ..codegen.compiling import runs_uncompiled
-from ..codegen.mod.bind import bind
+from ..codegen.mod.bind import bind, graph_of
 from ..codegen.mod.graph_text import text_of
+from ..codegen.mod.levels import are_saved_elsewhere
 from ..codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured, readable_inputs
 from ..codegen.run.backward import backward
 from ..codegen.run.call import Bound, Rows
@@ -58,20 +59,13 @@ def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
 
 
 def attend_in_context(
-    plan: ContextPlan,
-    tensors: tuple,
-    score_mod,
-    arguments: Arguments,
-    batch: Part = ALL,
-    heads: Part = ALL,
-    read=read_captured,
-    gather_sinks=None,
+    plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part = ALL, heads: Part = ALL, gather=None, gather_sinks=None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """out, lse and max_scores, if asked for, of the queries that this rank holds.
 
     tensors       its parts of query, key and value
     batch, heads  which batch entries and heads of the mask's and of score_mod's these are
-    read          makes what a bound mod captures readable, in place
+    gather        as for `bound`
     gather_sinks  makes of sinks that are checked and spread over ranks those of this one's heads
     """
     tensors, arguments, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads, gather_sinks is None)
@@ -90,15 +84,13 @@ def attend_in_context(
     captured = []
     if score is not None:
         graph, values = score = bind(exchange.score_mod(score_mod, 0), "score", query.device)
-        read(score, query.device, "score_mod")
+        read_captured(score, query.device, "score_mod", gather)
         captured = [apart(t) for t in values[: len(graph.tensors)]]
 
-    def given(bound_mod: tuple, device: torch.device, where: str) -> None:
+    def given(bound_mod: tuple, where: str) -> None:
         """What score_mod captures is read already."""
         if where == "score_mod":
             bound_mod[1][: len(captured)] = captured
-        else:
-            read_captured(bound_mod, device, where)
 
     def bound_to(group: Heads, q, k, v) -> Bound | None:
         mask = exchange.mask_of(group.q)
@@ -107,7 +99,7 @@ def attend_in_context(
         score = exchange.score_mod(score_mod, group.q.start)
         # modes of counters and checkpoints: a part of a call is no operator of theirs
         with nullcontext() if is_unseen() else _disable_current_modes():
-            return bound(q, k, v, score, mask, arguments.scale, arguments.enable_gqa, arguments.kernel_options, None, read=given)
+            return bound(q, k, v, score, mask, arguments.scale, arguments.enable_gqa, arguments.kernel_options, None, gather=given)
 
     deterministic = arguments.deterministic or torch.are_deterministic_algorithms_enabled()
     groups = heads_in_groups(query.shape[1], key.shape[1], plan.head_groups)
@@ -120,11 +112,11 @@ def attend_in_context(
 
 
 def attend_packed_in_context(
-    plan, tensors: tuple, score_mod, arguments: Arguments, heads: Part = ALL, read=read_captured, gather_sinks=None
+    plan, tensors: tuple, score_mod, arguments: Arguments, heads: Part = ALL, gather=None, gather_sinks=None
 ) -> tuple:
     """out, lse and max_scores, if asked for, of packed sequences, (local tokens, H, D) each, with a score_mod on packed positions."""
     tensors = tuple(t.unsqueeze(0).transpose(1, 2) for t in tensors)
-    found = attend_in_context(plan, tensors, score_mod, arguments, ALL, heads, read, gather_sinks)
+    found = attend_in_context(plan, tensors, score_mod, arguments, ALL, heads, gather, gather_sinks)
     return tuple(t if t is None else t.squeeze(0).transpose(0, 1) for t in found)
 
 
@@ -161,7 +153,7 @@ def _agreed(plan: ContextPlan, tensors: tuple, score: tuple | None, arguments: A
 
 def _check_entries(plan: ContextPlan, query: torch.Tensor, batch: Part, heads: Part) -> None:
     """ValueError for a plan of other batch entries or heads, or of one where mask_mod tells them apart."""
-    symbols = bind(plan.mask_mod, "mask", plan.device)[0].symbols
+    symbols = graph_of(plan.mask_mod, "mask", plan.device).symbols
     for name, size, part, extent in zip("BH", plan.status.shape, (batch, heads), query.shape, strict=False):
         several = extent > 1 or bool(part.first)
         if (part.first is None and size not in (1, extent)) or (several and size == 1 and name.lower() in symbols):
@@ -248,6 +240,7 @@ class _InContext(torch.autograd.Function):
                 found, maxima, rows = own.new_zeros((*own.shape[:3], v.shape[3])), lse.clone() if max_scores else None, None
             else:
                 found, lse, maxima, rows = forward(call, output_max=max_scores, output_rows=True)
+                rows = rows.scaled(call.scale) if are_saved_elsewhere() else rows
             calls.append(call and call._replace(q=None, k=None, v=None))
             results.append((found, lse, maxima, rows))
             if exchange.keeps:

@@ -29,7 +29,7 @@ def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], 
     part = Shards(named, 0, 1, functools.partial(_dims_of, plan, named, 2), plan.sum_gradients)
     check_heads(*list(named.values())[:2], arguments.enable_gqa)  # a rank may have one head of each
     arguments, gather_sinks = _sinks_of(part, arguments)
-    of_part = part.batch, part.heads, part.read_captured, gather_sinks
+    of_part = part.batch, part.heads, part.gather, gather_sinks
     return part.joined(*attend_in_context(plan, part.local, score_mod, arguments, *of_part))
 
 
@@ -37,11 +37,13 @@ def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Te
     """out, lse and max_scores, if asked for, of packed sequences (total, H, D), DTensors as query is."""
     part = Shards(named, None, 1, functools.partial(_dims_of, plan, named, 0), plan.sum_gradients)
     arguments, gather_sinks = _sinks_of(part, arguments)
-    return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, part.heads, part.read_captured, gather_sinks))
+    return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, part.heads, part.gather, gather_sinks))
 
 
 def _sinks_of(part: Shards, arguments: Arguments) -> tuple[Arguments, Callable | None]:
-    """Arguments with this rank's sinks, or with all of them, checked, and what gathers them: not before ranks have agreed."""
+    """Arguments with the whole scale and this rank's sinks, or all of them, checked, and what gathers these: not before ranks have
+    agreed."""
+    arguments = arguments._replace(scale=part.scale(arguments.scale))
     if is_distributed(arguments.sinks):
         part.check_sinks(arguments.sinks)
         return arguments, part.sinks

@@ -306,6 +306,13 @@ def what_torch_does_to_calls():
         torch.testing.assert_close(gradients(attend(q, k, v)), exact)
     for options in ({}, {"context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])}):
         torch.testing.assert_close(gradients(checkpoint(attend, q, k, v, use_reentrant=False, **options)), exact)
+    slopes = torch.rand(q.shape[1], requires_grad=True)
+
+    def computes(q):  # of what it captures, which the first call computes while it traces
+        return flex_attention(q, q, q, lambda score, b, h, q_idx, kv_idx: score - slopes.exp()[h] * (q_idx - kv_idx), context=plan)
+
+    first = torch.autograd.grad(checkpoint(computes, q, use_reentrant=False).sin().sum(), (q, slopes))
+    torch.testing.assert_close(first, torch.autograd.grad(computes(q).sin().sum(), (q, slopes)))
     with torch.autocast(here().type, torch.bfloat16):
         half = gradients(attend(q, k, v))
     assert half[0].dtype == torch.bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexpress import (
     AuxRequest,
@@ -473,7 +475,10 @@ def refusals():
         lambda: flex_attention(here[0][0], here[1], here[2]): (ValueError, "query has shape"),
         lambda: flex_attention(q, k, v, Bias(slopes)): (NotImplementedError, "score_mod Bias captures slopes, which is a DTensor"),
         lambda: flex_attention(*here, Bias(there)): (ValueError, "captures slopes, a DTensor on .*; distribute it over that, or"),
-        lambda: flex_attention(*here, scale=slopes): (NotImplementedError, "scale is a DTensor"),
+        lambda: flex_attention(*here, scale=slopes): (
+            ValueError,
+            r"scale must be a number, got a tensor of torch.float32 and shape \(4,\)",
+        ),
         lambda: create_block_mask(lambda b, h, m, n: slopes[h] > 0, 1, 4, 9, 9, "cpu"): (
             NotImplementedError,
             "captures slopes, which is a D",
@@ -622,6 +627,34 @@ def split_over_ranks(model, mesh, local: bool):
     slopes = distribute_tensor(model.slopes.detach(), mesh, [Shard(0)])
     model.slopes = nn.Parameter(slopes)
     return model
+
+
+@check(2)
+def a_learned_scale():
+    """A DTensor, whose gradient is that of all ranks; also with packed sequences."""
+    offsets = torch.tensor([0, 7, 20], dtype=torch.int32)
+    scale = torch.tensor(0.3, requires_grad=True)
+    for placements in SPLITS:
+        attend = lambda q, k, v, scale: [flex_attention(q, k, v, mask_mod=stairs, scale=scale)]  # noqa: E731
+        compare(attend, mesh_of(2), [*tensors(), scale], [placements] * 3 + [[Replicate()]])
+    tokens = [t[0].detach().transpose(0, 1).contiguous().requires_grad_() for t in tensors()]
+    attend = lambda q, k, v, scale: [varlen_attention(q, k, v, offsets, scale=scale)]  # noqa: E731
+    compare(attend, mesh_of(2), [*tokens, scale], [[Shard(1)]] * 3 + [[Replicate()]])
+
+
+@check(2)
+def where_operators_are_seen():
+    """Captured DTensors are gathered under modes, too."""
+    selective = partial(create_selective_checkpoint_contexts, [torch.ops.flexpress.flex_attention.default])
+
+    def seen(*x):
+        found = checkpoint(lambda *x: attention(*x)[0], *x, use_reentrant=False, context_fn=selective)
+        with FlopCounterMode(display=False) as counter:
+            again = attention(*x)[1]
+        assert counter.get_total_flops() > 0
+        return [found, again]
+
+    compare(seen, mesh_of(2), [*tensors(Hkv=2), *learned()], [[Shard(1)]] * 3 + [[Shard(0)], [Shard(1)]])
 
 
 @check(2)
