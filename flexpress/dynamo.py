@@ -24,7 +24,6 @@ from flexpress.scales import number_on
 
 from .codegen.mod.bind import bind_once
 from .codegen.mod.capture import name_of
-from .codegen.mod.errors import ModError
 from .codegen.mod.expr import MASK_SYMBOLS, SCORE_SYMBOLS
 
 _SYMBOLS = {"score_mod": SCORE_SYMBOLS, "mask_mod": MASK_SYMBOLS}  # of arguments that are mods
@@ -176,7 +175,7 @@ def _check(mod, key: str) -> None:
     """What flexpress refuses breaks the graph: then it says why, with the user's own line."""
     try:
         bind_once(mod, key.removesuffix("_mod"), None)
-    except (ModError, TypeError) as refused:
+    except Exception as refused:
         raise Unsupported(f"flexpress refuses this {key}: {str(refused).splitlines()[0]}") from refused
 
 

@@ -2239,6 +2239,20 @@ VARIOUS = [
         "mapped sinks are taken for those of one call",
     ),
     Mutant(
+        "codegen/mod/calls.py",
+        "return any(map(_would_be_instance, kind)) if isinstance(kind, tuple) else issubclass(torch.Tensor, kind)",
+        "return False",
+        named("captures", "symbols_are_tensors"),
+        "symbols are no tensors",
+    ),
+    Mutant(
+        "codegen/mod/vector_moves.py",
+        " and not is_traced_kind(index):",
+        ":",
+        named("compiled_calls", "tensors_of_indices"),
+        "a compiler's tensors of indices are asked for their values",
+    ),
+    Mutant(
         "flexpress/autograd.py",
         "        if are_saved_elsewhere():",
         "        if False:",

@@ -6,6 +6,7 @@ or compiled for it; `cache_info().traces` counts the others.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import warnings
@@ -34,6 +35,44 @@ def test_captures(make):
     assert traces(mod) == 1
     assert traces(mod) == 0
     assert traces(make()) == 0
+
+
+KINDS = torch.Tensor, int
+
+
+def test_symbols_are_tensors():
+    """As in torch, whose mods are told tensors. What is asked is part of the trace."""
+    global KINDS
+    if_tensor = [
+        lambda s, b, h, m, n: s + h if torch.is_tensor(m) else s,
+        lambda s, b, h, m, n: s + h if isinstance(m - n, torch.Tensor) and not isinstance(s, (int, float)) else s,
+        lambda s, b, h, m, n: s + h if isinstance(s, KINDS) else s,
+    ]
+    expected = if_tensor[0](SCORES, *positions(SCORES.shape, "cpu"))
+    for mod in if_tensor:
+        assert traces(mod) == 1 and traces(mod) == 0
+        torch.testing.assert_close(evaluate_mod(mod, SCORES), expected)
+    KINDS = (int,)
+    torch.testing.assert_close(evaluate_mod(if_tensor[2], SCORES), SCORES)
+    KINDS = torch.Tensor, int
+
+
+def test_functions_that_keep_their_results():
+    """functools.lru_cache and functools.cache: symbols are never kept, and what such a function reads is read anew."""
+    shift = torch.tensor(0.5)
+
+    @functools.lru_cache
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + shift * near(q_idx, kv_idx, 3)
+
+    @functools.cache
+    def near(q_idx, kv_idx, window):
+        return (q_idx - kv_idx).abs() < window
+
+    assert traces(mod) == 1 and traces(lambda *x: mod(*x)) == 1
+    shift.fill_(2.0)
+    assert traces(mod) == 0
+    assert mod.cache_info().currsize == 3  # of the calls with tensors
 
 
 def test_a_mod_runs_as_it_is_after_tracing():

@@ -57,6 +57,35 @@ class Scale:
         return score * self.by[h]
 
 
+INDICES = {
+    "made there": lambda table, h, places: table[h, torch.arange(3, device=table.device)].mean(),
+    "captured": lambda table, h, places: table[h, places].sum(),
+    "gathered": lambda table, h, places: table[h].gather(0, places).sum(),
+    "selected": lambda table, h, places: table[h].index_select(0, places).sum(),
+}
+
+
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_of_indices(device, index):
+    """Compilers have none of their values: they are read in the kernel."""
+    table, places = random(2, 3, device=device), torch.tensor([0, -1], device=device).remainder(3)
+
+    def attend(q, k, v):
+        read = INDICES[index]
+        return flex_attention(
+            *(q, k, v),
+            lambda score, b, h, q_idx, kv_idx: score + read(table, h, places),
+            mask_mod=lambda b, h, q_idx, kv_idx: (read(table, h, places) > 0) | (q_idx >= kv_idx),
+        )
+
+    tensors = inputs(device)
+    found, expected = torch.compile(attend, fullgraph=True)(*tensors), attend(*tensors)
+    torch.testing.assert_close(found, expected)
+    for mine, right in zip(*(torch.autograd.grad(out.sum(), (*tensors, table)) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(mine, right)
+
+
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

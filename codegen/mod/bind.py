@@ -22,6 +22,7 @@ import torch
 from .. import logs
 from ..registry import INFO, Table
 from ..turn import Turn
+from .calls import MEMOIZED
 from .capture import name_of, plain
 from .current import set_device
 from .errors import ModError
@@ -64,6 +65,8 @@ def _code_of(mod):
         return types.MethodType, _code_of(mod.__func__)
     if type(mod) is functools.partial:
         return functools.partial, _code_of(mod.func)
+    if type(mod) is MEMOIZED:
+        return MEMOIZED, _code_of(mod.__wrapped__)
     return type(mod).__module__, type(mod).__qualname__
 
 

@@ -18,8 +18,10 @@ from .program import HostProgram, Untrackable
 from .purity import BY_OPERATORS, ITERATORS, OF_CONSTANTS, is_constant, is_pure
 from .randomness import Watch, draws, may_draw, refusal
 from .stand_ins import HostValue, Reader, State, is_stand_in, same_one, state_of
+from .symbols import Sym, TensorView, Vector
 from .tensors import is_distributed, is_pending
 
+MEMOIZED = type(functools.lru_cache(len))  # what functools.lru_cache and functools.cache make of functions
 _TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
@@ -145,6 +147,10 @@ def call(state: State, args: tuple, kwargs: dict):
     if type(value) is functools.partial:
         function, first, named = (reader.attribute(state, name) for name in ("func", "args", "keywords"))
         return function(*first, *args, **{**{k: named[k] for k in named}, **kwargs})
+    if type(value) is MEMOIZED:  # symbols are no keys
+        return reader.attribute(state, "__wrapped__")(*args, **kwargs)
+    if value is isinstance and len(args) == 2 and isinstance(args[0], (Sym, Vector, TensorView)):
+        return _would_be_instance(args[1])
     if any(value is f for f in ITERATORS):
         return value(*args, **kwargs)
     known = all(map(_is_known, args)) and all(map(_is_known, kwargs.values()))
@@ -181,6 +187,14 @@ def call(state: State, args: tuple, kwargs: dict):
         function = reader.track(own, lambda values: _found_on_class(values[at], "__call__"), state.name)
         return function(HostValue(state), *args, **kwargs)
     raise Untrackable(f"calls {state.name}, a {type(value).__name__}")
+
+
+def _would_be_instance(classes) -> bool:
+    """Is what symbols stand for, a tensor in torch's flex_attention, an instance of one of these classes?"""
+    if isinstance(classes, tuple):
+        return any(map(_would_be_instance, classes))
+    kind = same_one(classes)
+    return any(map(_would_be_instance, kind)) if isinstance(kind, tuple) else issubclass(torch.Tensor, kind)
 
 
 def _call_graph(state: State, args: tuple):

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from .audit import audited
-from .calls import call, host_call, is_tensor, stands_for_its_function
+from .calls import MEMOIZED, call, host_call, is_tensor, stands_for_its_function
 from .program import NUMBERS, HostProgram, Untrackable, equal_to, member_guard, number_guard, of_class, same_object
 from .purity import CONSTANTS, PURE_MODULES, is_constant, is_of_a_library, library, library_of
 from .stand_ins import HostNumber, HostValue, State, pinned
@@ -42,7 +42,9 @@ def name_of(mod) -> str:
 
 
 def plain(mod):
-    """The function itself of a mod that a recipe has made (mods/_made.py); any other mod is itself."""
+    """The function itself of a mod that a recipe has made (mods/_made.py), or that keeps its results; any other mod is itself."""
+    if type(mod) is MEMOIZED:
+        return plain(mod.__wrapped__)
     return mod.function if stands_for_its_function(mod) else mod
 
 

@@ -70,7 +70,7 @@ class Sym(Symbolic):
         self._refuse("iterating", "A mod computes one number from scalars.")
 
     def __hash__(self):
-        self._refuse("a key of a dict or a set", "Capture a tensor instead and index that.")
+        self._refuse("a key of a dict, a set or functools.lru_cache", "Capture a tensor instead and index that.")
 
     def item(self):
         self._refuse(".item()", "Use the symbol itself.")

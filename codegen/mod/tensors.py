@@ -137,7 +137,7 @@ def are_plain(query, key, value) -> bool:
 def recording(*tensors) -> bool:
     """Is a call to be seen by torch as an operator? Where a dispatch mode is on (torch.compile and torch.export trace in some; counters,
     selective checkpointing and users have others), and for tensors that only stand for others."""
-    return bool(_modes()) or any(isinstance(t, torch.Tensor) and (t.is_meta or _is_traced_kind(t)) for t in tensors)
+    return bool(_modes()) or any(isinstance(t, torch.Tensor) and (t.is_meta or is_traced_kind(t)) for t in tensors)
 
 
 def is_recorded(function: str, query, key, value) -> bool:
@@ -154,7 +154,7 @@ def tracing() -> bool:
     return bool(_modes()) and any(torch._C._get_dispatch_mode(k) is not None for k in (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL))
 
 
-def _is_traced_kind(tensor: torch.Tensor) -> bool:
+def is_traced_kind(tensor: torch.Tensor) -> bool:
     """Is it one of the kinds by which torch's compiler traces?"""
     return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor") and type(tensor).__module__.startswith("torch._subclasses.")
 
@@ -218,7 +218,7 @@ def _kind(tensor: torch.Tensor) -> str | None:
         return "a nested tensor; pack the sequences (varlen_attention, or flex_attention with a document mask) instead"
     if isinstance(tensor, UninitializedTensorMixin):
         return f"an {cls.__name__}, which has no memory yet; run its module once"
-    if _is_traced_kind(tensor) and _modes():
+    if is_traced_kind(tensor) and _modes():
         return None
     if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         remedies = {
@@ -253,7 +253,7 @@ def _kind(tensor: torch.Tensor) -> str | None:
 
 def check_address(tensor: torch.Tensor) -> None:
     """For one below LOWEST: raise NotImplementedError if the tensor has no memory. One without elements needs none."""
-    traced = _is_traced_kind(tensor) and tensor.numel() and f"a {type(tensor).__name__}, which has no memory"
+    traced = is_traced_kind(tensor) and tensor.numel() and f"a {type(tensor).__name__}, which has no memory"
     if kind := _kind(tensor) or traced:
         raise NotImplementedError(f"a kernel was to get {kind}; it is {tensor.dtype} {tuple(tensor.shape)}")
 

@@ -12,6 +12,7 @@ from .integers import with_indices
 from .nodes import Unrecorded, Unseen, cast, index_tensor, to_expr
 from .stand_ins import HostValue, pinned
 from .symbols import Sym, TensorView, Vector
+from .tensors import is_traced_kind
 from .vectors import LARGEST, as_vector, check_size, literal, pinned_all, size_of
 
 # Parts of captured tensors
@@ -94,7 +95,7 @@ def listed(index) -> tuple[list, torch.Size]:
     trace, what lies elsewhere is read in the kernel."""
     if isinstance(index, (torch.Tensor, Vector, TensorView)) and index.dtype in (torch.uint8, torch.bool):
         raise running().error(f"an index of {index.dtype}, which torch takes for a mask", "Write .long(), or torch.where.")
-    if isinstance(index, torch.Tensor) and index.device.type == "cpu" and index.numel() <= LARGEST:
+    if isinstance(index, torch.Tensor) and index.device.type == "cpu" and index.numel() <= LARGEST and not is_traced_kind(index):
         index = _of_stand_in(Run.current.host(torch.Tensor.tolist, (index,), {}, "tolist"))
     index = as_vector(index)
     if type(index) is list:
