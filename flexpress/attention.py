@@ -9,7 +9,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from flexpress.call import attend, bound
 from flexpress.checks import check_are_tensors
-from flexpress.dropout import Dropout, read_dropout, refuse_over_devices
+from flexpress.dropout import Dropout, read_dropout, refuse_in_context
 from flexpress.float8 import FLOAT8, NOT_OF_FLOAT8, Quantised, quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
@@ -91,15 +91,15 @@ def _attend(arguments: tuple, want_max: bool, wanted: Wanted, deterministic: boo
         raise NotImplementedError(NOT_OF_FLOAT8)
     if context is not None or is_distributed(query):
         refuse_float8_over_devices(query, float8)
-        refuse_over_devices(dropout, context, query)
     if context is not None:
+        refuse_in_context(dropout)
         if any(wanted):
             raise NotImplementedError(NOT_IN_CONTEXT)
         return *_attend_in_context(context, arguments, want_max, deterministic, sinks), *Statistics()
     if is_distributed(query):
         from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
 
-        return attend_shards(*arguments, output_max=want_max, wanted=wanted, deterministic=deterministic, sinks=sinks)
+        return attend_shards(*arguments, output_max=want_max, wanted=wanted, deterministic=deterministic, sinks=sinks, dropout=dropout)
     return attend_and_look(bound(*arguments, **extras._asdict()), want_max, wanted, deterministic)
 
 

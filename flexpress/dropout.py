@@ -9,7 +9,7 @@ import torch
 
 from flexpress.checks import extent
 
-from .codegen.mod.tensors import check_kind, is_distributed, is_moving, readable
+from .codegen.mod.tensors import check_kind, is_moving, readable
 from .codegen.plan.extras import DROPOUT_STEPS, dropout_numbers
 from .codegen.run.layouts import aligned
 
@@ -19,10 +19,14 @@ _LOW = 0xFFFFFFFF
 
 
 class Dropout(NamedTuple):
-    """p, and an int64 seed of shape (1,) on the call's device."""
+    """p, and an int64 seed on the call's device, of shape (1,), or (3,) with the first batch entry and head of a part of the whole.
+
+    given   by the user, or drawn
+    """
 
     p: float
     seed: torch.Tensor
+    given: bool = True
 
 
 def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout | None:
@@ -42,17 +46,16 @@ def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout 
         raise ValueError(f"dropout_seed is on {seed.device}, but query is on {device}; move it: dropout_seed.to(query.device)")
     if p == 0:
         return None
+    given = seed is not None
     if seed is None:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=device)
-    return Dropout(round(p * DROPOUT_STEPS) / DROPOUT_STEPS, seed.reshape(1))
+    return Dropout(round(p * DROPOUT_STEPS) / DROPOUT_STEPS, seed.reshape(1), given)
 
 
-def refuse_over_devices(dropout: Dropout | None, context, query: torch.Tensor) -> None:
-    """Raises NotImplementedError for dropout where several devices compute."""
-    if dropout is not None and (context is not None or is_distributed(query)):
-        raise NotImplementedError(
-            "dropout_p is not supported for DTensors, and with context=: leave it out, or drop elements of what attention returns"
-        )
+def refuse_in_context(dropout: Dropout | None) -> None:
+    """Raises NotImplementedError for dropout with a context plan."""
+    if dropout is not None:
+        raise NotImplementedError("dropout_p is not supported with context=: leave it out, or drop elements of what attention returns")
 
 
 def readable_seed(seed: torch.Tensor) -> torch.Tensor:

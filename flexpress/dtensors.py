@@ -7,9 +7,10 @@
     captured DTensors               are gathered, so a mod may read any element. Their gradients are summed over ranks. Captured ordinary
                                     tensors are taken as they are, and get the gradient of what this rank computes
     a block mask                    is that of the whole batch and all heads; a rank walks its part of the lists
+    dropout                         drops what it drops of the whole, by a seed that is the same on all ranks; without one, the first rank's
 
 Where a rank's part begins are numbers that its mods capture, so all ranks have the same kernels. Nothing is communicated but captured
-DTensors that are not replicated.
+DTensors that are not replicated, and a seed of dropout that was drawn.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexpress import checks
 from flexpress.block_lists import capturing, leave_out_entries
 from flexpress.block_mask import BlockMask
 from flexpress.call import bound
+from flexpress.dropout import Dropout
 from flexpress.foreign_masks import adopt, is_foreign_mask
 from flexpress.parts import Part, mask_of_part, score_of_part
 from flexpress.probabilities import attend_and_look
@@ -234,6 +237,27 @@ class Shards:
             sinks = self._gathered(sinks)
         return sinks if self.heads.first is None else sinks.narrow(0, self.heads.first, self.heads.count)
 
+    def dropout(self, dropout: Dropout | None) -> Dropout | None:
+        """Dropout that drops what it drops of the whole: the seed with the first batch entry and head of this part."""
+        if dropout is None:
+            return None
+        seed = dropout.seed if dropout.given else self._of_all_ranks(dropout.seed)
+        if self._has_all:
+            return dropout._replace(seed=seed)
+        own = torch.empty(3, dtype=torch.int64, device=seed.device)
+        own[:1] = seed
+        for place, part in enumerate((self.batch, self.heads), 1):
+            own[place].fill_(part.first or 0)
+        return dropout._replace(seed=own)
+
+    def _of_all_ranks(self, seed: torch.Tensor) -> torch.Tensor:
+        """The seed that the mesh's first rank has drawn."""
+        seed = seed.clone()
+        for dim in range(self.mesh.ndim):
+            if self.mesh.size(dim) > 1:
+                dist.broadcast(seed, group=self.mesh.get_group(dim), group_src=0)
+        return seed
+
     def check_sinks(self, sinks) -> None:
         """Raises for what are no sinks of all heads."""
         check_sinks(sinks, self._query.shape[self._dims[1]], self._query.device)
@@ -280,7 +304,9 @@ class _Summed(torch.autograd.Function):
         return gradient
 
 
-def bound_shard(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, sinks=None) -> tuple[Shards, Bound]:
+def bound_shard(
+    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, sinks=None, dropout=None
+) -> tuple[Shards, Bound]:
     """`bound` for this rank's part of flex_attention's arguments, query a DTensor."""
     part = Shards({"query": query, "key": key, "value": value}, 0, 1)
     checks.check_heads(query, key, enable_gqa)  # a rank may have one head of each
@@ -289,12 +315,12 @@ def bound_shard(query, key, value, score_mod, block_mask, scale, enable_gqa, ker
         checks.check_mask_fits(mask.as_lists(), mask.seq_lengths, *part.local[:2], mask.shape)
         mask, own_mask_mod = None, mask.mask_mod  # which makes lists of its own
     mods = part.score_mod(score_mod), mask, part.scale(scale), enable_gqa, kernel_options, own_mask_mod
-    return part, bound(*part.local, *mods, gather=part.gather, sinks=part.sinks(sinks))
+    return part, bound(*part.local, *mods, gather=part.gather, sinks=part.sinks(sinks), dropout=part.dropout(dropout))
 
 
-def attend_shards(*arguments, output_max: bool, wanted: Wanted, deterministic: bool, sinks: torch.Tensor | None = None) -> tuple:
+def attend_shards(*arguments, output_max: bool, wanted: Wanted, deterministic: bool, sinks, dropout: Dropout | None) -> tuple:
     """out, lse, max_scores and Statistics, as one tuple of DTensors, with None for what is not wanted."""
-    part, call = bound_shard(*arguments, sinks)
+    part, call = bound_shard(*arguments, sinks, dropout)
     return part.joined(*attend_and_look(call, output_max, wanted, deterministic))
 
 

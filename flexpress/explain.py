@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from flexpress.call import bound
 from flexpress.checks import check_are_tensors
-from flexpress.dropout import read_dropout, refuse_over_devices
+from flexpress.dropout import read_dropout
 from flexpress.float8 import quantised, refuse_float8_over_devices
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_call import check_no_block_mask, packed_call
@@ -74,8 +74,7 @@ def explain(
         from flexpress.dtensors import bound_shard  # imports torch's module, which takes long
 
         refuse_float8_over_devices(query, float8)
-        refuse_over_devices(dropout, None, query)
-        _, call = bound_shard(*arguments, sinks)
+        _, call = bound_shard(*arguments, sinks, dropout)
     elif cu_seqlens_q is not None or cu_seqlens_k is not None:
         check_values("explain", query=query, key=key, value=value)
         check_no_block_mask(block_mask)

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 from flexpress.checks import check_are_tensors
-from flexpress.dropout import read_dropout, refuse_over_devices
+from flexpress.dropout import read_dropout, refuse_in_context
 from flexpress.float8 import Quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
@@ -249,7 +249,6 @@ def varlen_attention(
         if drops or context is not None:  # which ask q something; what follows checks all of them
             check_are_tensors(q=q, k=k, v=v)
         dropout = read_dropout(dropout_p, dropout_seed, q.device) if drops else None
-        refuse_over_devices(dropout, context, q)
         float8 = None
         if not q_scale is k_scale is v_scale is out_dtype is None:
             float8 = Quantised(q_scale, k_scale, v_scale, out_dtype)
@@ -257,6 +256,7 @@ def varlen_attention(
         if context is not None or is_distributed(q):
             refuse_float8_over_devices(q, float8)
         if context is not None:
+            refuse_in_context(dropout)
             if any(wanted):
                 raise NotImplementedError(NOT_IN_CONTEXT)
             check_still("varlen_attention with context=", q, k, v)
@@ -264,7 +264,7 @@ def varlen_attention(
 
             found = attend_varlen_in_context(context, *arguments, sinks, max_scores)
         elif q.__class__ not in ORDINARY and is_distributed(q):
-            found = _attend_shards(*arguments, sinks, asked)
+            found = _attend_shards(*arguments, sinks, dropout, asked)
         else:
             found = attend_packed(*arguments, sinks=sinks, dropout=dropout, quantised=float8, asked=asked)
         if return_aux is not None:
@@ -276,7 +276,7 @@ def varlen_attention(
 
 
 def _attend_shards(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, sinks, asked: tuple
+    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, sinks, dropout, asked: tuple
 ) -> tuple:
     """As attend_packed, of DTensors."""
     from flexpress.dtensors import Shards  # imports torch's, which takes long
@@ -284,5 +284,5 @@ def _attend_shards(
     part = Shards({"q": q, "k": k, "v": v}, None, 1)
     mods = part.score_mod(score_mod), part.mask_mod(mask_mod)
     q, k, v = part.local
-    others = part.scale(scale), kernel_options, deterministic, part.gather, part.sinks(sinks)
+    others = part.scale(scale), kernel_options, deterministic, part.gather, part.sinks(sinks), part.dropout(dropout)
     return part.joined(*attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *mods, *others, asked=asked))

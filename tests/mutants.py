@@ -823,8 +823,8 @@ DROPOUT = [
     ),
     Mutant(
         "templates/hopper_backward.py.jinja",
-        "drop_b, h, start_m - drop_start",
-        "drop_b, h, start_m",
+        'start_m{{ " - drop_start" if DROPOUT == "packed" }}',
+        "start_m",
         named("hopper_backward", "packed"),
         "queries are counted from where all begin, not their sequence",
     ),
@@ -2237,6 +2237,27 @@ VARIOUS = [
         "kind == ALONE and dim is None for",
         named("probability_transforms", "vmap"),
         "mapped sinks are taken for those of one call",
+    ),
+    Mutant(
+        "templates/_hopper_forward_consumer.jinja",
+        "{{ drop_b }}, {{ drop_head }}, drop_m0",
+        "{{ drop_b }}, h, drop_m0",
+        named("dropout_parts", "on_hopper"),
+        "a part's heads drop what the first heads do, on Hopper",
+    ),
+    Mutant(
+        "templates/_cpu.jinja",
+        '"int32_t(z + SEED[1])"',
+        '"z"',
+        named("dropout_parts", "in_cpp"),
+        "a part's batch entries drop what the first ones do, in C++",
+    ),
+    Mutant(
+        "flexpress/dtensors.py",
+        "seed = dropout.seed if dropout.given else self._of_all_ranks(dropout.seed)",
+        "seed = dropout.seed",
+        named("dtensors", "dropout_of_the_whole"),
+        "ranks that have the same heads drop different weights",
     ),
     Mutant(
         "codegen/mod/calls.py",

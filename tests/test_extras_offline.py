@@ -82,7 +82,8 @@ def test_hopper_kernels(kernel, every_kernel):
 @pytest.mark.parametrize("kernel", DROPPING)
 def test_dropout(kernel, target, every_kernel):
     """A random number serves all weights that a thread has of its group: then there are few of them."""
-    made = DROPPING[kernel](target, Extras(dropout="packed" if "dq" in kernel else "positions"))
+    part = kernel in ("dkv", "tangent tangent", "tangent dkv")
+    made = DROPPING[kernel](target, Extras(dropout="packed" if "dq" in kernel else "positions", part=part))
     counted = kernel == "forward" and target in ("sm_80", "sm_90")
     to_the_end = every_kernel or counted or PINNED and further(target, list(DROPPING).index(kernel))
     found = made.compile(None if to_the_end else "ttgir")
@@ -92,7 +93,9 @@ def test_dropout(kernel, target, every_kernel):
         assert found.assembly["ptx"].count("mul.wide.u32") <= bodies * 14 * scores // 8
 
 
-@pytest.mark.parametrize("extras", [SINKS, Extras(dropout="positions"), Extras("float32", "positions"), Extras(dropout="packed")])
+@pytest.mark.parametrize(
+    "extras", [SINKS, Extras(dropout="positions"), Extras("float32", "positions", part=True), Extras(dropout="packed")]
+)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])

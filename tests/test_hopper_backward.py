@@ -102,6 +102,7 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
     "dropout, learned per head": dict(
         dropout_p=0.1, score=lambda s, b, h, m, n: s + NUMBERS[h] * (m - n) * 0.01, learned=NUMBERS, lengths=(130, 150)
     ),
+    "dropout, of a part": dict(dropout_p=0.3, part=(1, 2), batches=(2, 1), heads=(4, 2)),
     "dropout, blocks of a longer sequence": dict(dropout_p=0.4, blocks=[[6, 1], [5, 2]], lengths=(200, 256)),
     "packed sequences": dict(packed=[[70, 0, 1, 180]], mask=mods.causal, dims=(64, 64)),
     "dropout, packed sequences": dict(packed=[[150, 0, 1, 190]], dropout_p=0.3, mask=mods.causal, megabytes=0),
@@ -167,7 +168,7 @@ def check(monkeypatch, case: dict) -> None:
     usual = dict(
         heads=(2, 2), batches=(1, 1), lengths=(200, 300), dims=(64, 64), score=None, mask=None, megabytes=24, programs=2, raw=False
     )
-    case = {**usual, "blocks": None, "packed": None, "learned": None, "dropout_p": 0.0, **case}
+    case = {**usual, "blocks": None, "packed": None, "learned": None, "dropout_p": 0.0, "part": (), **case}
     packed = case["packed"] and (case["packed"][0], case["packed"][-1])  # lengths of sequences, of queries and of keys
     if packed:
         case["lengths"] = tuple(map(sum, packed))
@@ -194,7 +195,7 @@ def check(monkeypatch, case: dict) -> None:
         q_ends, k_ends = [*map(offsets, case["packed"]), None][:2]
         bound = packed_call(*map(by_tokens, (q, k, v)), q_ends, k_ends, score_mod, mask_mod, dropout=Dropout(p, seed) if p else None)
     else:
-        extras = ExtraInputs(dropout_p=p, seed=seed) if p else None
+        extras = ExtraInputs(dropout_p=p, seed=torch.cat([seed, torch.tensor(case["part"], dtype=torch.int64)])) if p else None
         bound = Bound(q, k, v, Inputs(q, k, v, True), D_QK**-0.5, *mods, *lists, extras=extras)
     out, _, _, rows = forward(bound, output_rows=True)
     if case["raw"]:
@@ -233,7 +234,8 @@ def check(monkeypatch, case: dict) -> None:
             result, _ = by_sequence(*map(by_tokens, inputs[:3]), *packed, score_mod, mask_mod, None, precision, factors)
             result = result.transpose(0, 1)[None]
         elif p:
-            kept = dropout_mask(seed, (Z, Hq, Q_LEN, KV_LEN), p)
+            b, h = case["part"] or (0, 0)
+            kept = dropout_mask(seed, (b + Z, h + Hq, Q_LEN, KV_LEN), p)[b:, h:]
             result = dropped_attention(*inputs[:3], kept, p, score_mod, mask_mod, precision=precision)
         else:
             result = dense_attention(*inputs[:3], score_mod, mask_mod, precision=precision)[0]

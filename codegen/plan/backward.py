@@ -231,7 +231,7 @@ def _spec(
         "CHECK_PADDING": check_padding and not whole,
         "SCALE_FIRST": score is not None or not case.scale_is_positive,
         "PRESCALE_QK": options.prescale_qk,
-        "DROPOUT": case.extras.dropout,
+        **case.extras.dropout_flags,
         "PTX": backend == "cuda",
         "USE_TMA": tma,
         "SLABS": slabs,

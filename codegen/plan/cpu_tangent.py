@@ -71,5 +71,5 @@ def _flags(case: TangentCase) -> dict[str, object]:
         "BLOCK_N": BLOCK_N,
         **block_flags(case.blocks),
         "STARTS": case.blocks is not None and case.blocks.starts,
-        "DROPOUT": case.extras.dropout,
+        **case.extras.dropout_flags,
     }

@@ -14,17 +14,24 @@ class Extras(NamedTuple):
     dropout   weights are dropped by their "positions", or by those in "packed" sequences; "": none is
     scales    which of "q", "k" and "v" are to be multiplied by scales
     out       the dtype of the output; "": that of q
+    part      this is a part of a batch and of heads, whose first ones dropout's seed comes with
     """
 
     sinks: str = ""
     dropout: str = ""
     scales: str = ""
     out: str = ""
+    part: bool = False
 
     @property
     def flags(self) -> dict[str, object]:
         """What templates know of it."""
-        return {"SINKS": bool(self.sinks), "DROPOUT": self.dropout, "SCALES": self.scales}
+        return {"SINKS": bool(self.sinks), **self.dropout_flags, "SCALES": self.scales}
+
+    @property
+    def dropout_flags(self) -> dict[str, object]:
+        """What they know of dropout."""
+        return {"DROPOUT": self.dropout, "DROPOUT_PART": self.part}
 
     @property
     def of_sinks(self) -> tuple[Parameter, ...]:

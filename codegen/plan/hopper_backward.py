@@ -252,7 +252,7 @@ def _spec(
         "SUM_IS_RAW": raw,
         "CHECK_PADDING": check_padding,
         "EARLY_SHARE": early_share,
-        "DROPOUT": case.extras.dropout,
+        **case.extras.dropout_flags,
         "imports_triton": any("tl" in m.modules for m in mods),
     }
     template = "hopper_backward" + ("_wide" if flags["WIDE"] else "_twice" if flags["TWICE"] else "_sliced" if slices > 1 else "")

@@ -168,7 +168,7 @@ def _step(
         "ALIGNMENT": 16 // case.dtype.itemsize,
         **block_flags(blocks),
         "STARTS": blocks is not None and blocks.starts,
-        "DROPOUT": case.extras.dropout,
+        **case.extras.dropout_flags,
         "PTX": backend == "cuda",
         **flags,
     }

@@ -70,7 +70,7 @@ class ExtraInputs(NamedTuple):
 
     sinks      (Hq,), contiguous and at a multiple of 16 bytes
     dropout_p  which part of the weights is dropped, a multiple of one over DROPOUT_STEPS
-    seed       int64 (1,), of dropout
+    seed       int64 (1,), of dropout; or (3,), with the first batch entry and head of these, of all
     places     of packed sequences, int32, (3, total_q) and (3, total_k), as Packing.places
     scales     of "q", "k" and "v", those that have some
     out        the output's dtype; None: q's
@@ -88,7 +88,8 @@ class ExtraInputs(NamedTuple):
         """All but addresses and numbers."""
         sinks = "" if self.sinks is None else dtype_name(self.sinks.dtype)
         dropout = "" if self.seed is None else "packed" if self.places else "positions"
-        return Extras(sinks, dropout, "".join(name for name, _ in self.scales), "" if self.out is None else dtype_name(self.out))
+        scales, out = "".join(name for name, _ in self.scales), "" if self.out is None else dtype_name(self.out)
+        return Extras(sinks, dropout, scales, out, self.seed is not None and self.seed.numel() > 1)
 
     @property
     def numbers(self) -> tuple[float, tuple[tuple[int, int], ...]]:

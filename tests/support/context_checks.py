@@ -138,7 +138,7 @@ def what_one_rank_raises_is_named_on_the_other():
 def what_the_front_door_raises_is_told():
     """Arguments that are refused before the plan is asked, on one rank alone."""
     for raised, words, more in (
-        (NotImplementedError, "dropout_p is not supported for DTensors, and with context=", {"dropout_p": 0.1}),
+        (NotImplementedError, "dropout_p is not supported with context=", {"dropout_p": 0.1}),
         (ValueError, "with context= the plan has the mask", {"mask_mod": mods.causal}),
         (NotImplementedError, "entropy", {"return_aux": AuxRequest(entropy=True)}),
         (TypeError, "key", {"key": None}),

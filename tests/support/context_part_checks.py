@@ -272,7 +272,7 @@ def sinks_that_one_rank_lacks():
         ({"sinks": None}, "rank 1 has another sinks than rank 0: None, not"),
         (
             {"sinks": sinks, "dropout_p": 0.1},
-            "dropout_p is not supported for DTensors" if rank else "rank 1 has raised NotImplementedError: dropout_p",
+            "dropout_p is not supported with context=" if rank else "rank 1 has raised NotImplementedError: dropout_p",
         ),
     ):
         plan = ContextPlan(mesh, 256, mask_mod=mods.causal, device=here())
