@@ -54,7 +54,10 @@ def without_ones(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable]:
     def at(*indices):
         return tuple(index for index, used in zip(indices, varies, strict=True) if used)
 
-    return tensor.squeeze([i for i, used in enumerate(varies) if not used]), at  # no others, in a graph either, where they may be 1 later
+    ones = [i for i, used in enumerate(varies) if not used]  # no others, in a graph either, where they may be 1 later
+    for i in reversed(ones):  # one by one, as DTensors of torch 2.11 know it
+        tensor = tensor.squeeze(i)
+    return tensor, at
 
 
 def check_made_of(block_mask, mask_mod: MaskMod | None) -> None:

@@ -1999,8 +1999,8 @@ VARIOUS = [
     ),
     Mutant(
         "flexpress/mask_mods.py",
-        "tensor.squeeze([i for i, used in enumerate(varies) if not used])",
-        "tensor.squeeze()",
+        "tensor = tensor.squeeze(i)",
+        "tensor = tensor.squeeze()",
         named("compiled_lengths", "extents"),
         "an exported program drops dimensions that are 1 by chance",
     ),
