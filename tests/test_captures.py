@@ -75,6 +75,16 @@ def test_functions_that_keep_their_results():
     assert mod.cache_info().currsize == 3  # of the calls with tensors
 
 
+def test_what_a_partial_holds_is_called_as_the_parameters_are():
+    def near(window, score, b, h, q_idx, kv_idx, slope):
+        return score - slope[h] * (q_idx - kv_idx).abs() + window
+
+    found = graph(functools.partial(near, 7, slope=SLOPES))
+    assert [c.name for c in (*found.tensors, *found.scalars)] == ["slope", "window"]
+    assert [c.name for c in graph(functools.partial(lambda *x: x[1] * x[0], 2.0)).scalars] == ["argument_0"]
+    assert traces(functools.partial(near, 7, slope=SLOPES)) == traces(functools.partial(near, 8, slope=SLOPES)) == 0
+
+
 def test_a_mod_runs_as_it_is_after_tracing():
     """Tracing leaves the function alone: called with tensors it is still torch's."""
     mod = closure()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import inspect
 import operator
 import types
 from collections.abc import Callable
@@ -145,8 +146,8 @@ def call(state: State, args: tuple, kwargs: dict):
         owner = reader.attribute(state, "__self__")
         return reader.attribute(state, "__func__")(owner, *args, **kwargs)
     if type(value) is functools.partial:
-        function, first, named = (reader.attribute(state, name) for name in ("func", "args", "keywords"))
-        return function(*first, *args, **{**{k: named[k] for k in named}, **kwargs})
+        first, named = (_items_of_partial(state, name) for name in ("args", "keywords"))
+        return reader.attribute(state, "func")(*first.values(), *args, **{**named, **kwargs})
     if type(value) is MEMOIZED:  # symbols are no keys
         return reader.attribute(state, "__wrapped__")(*args, **kwargs)
     if value is isinstance and len(args) == 2 and isinstance(args[0], (Sym, Vector, TensorView)):
@@ -195,6 +196,30 @@ def _would_be_instance(classes) -> bool:
         return any(map(_would_be_instance, classes))
     kind = same_one(classes)
     return any(map(_would_be_instance, kind)) if isinstance(kind, tuple) else issubclass(torch.Tensor, kind)
+
+
+def _items_of_partial(state: State, which: str) -> dict:
+    """What a functools.partial holds as "args" or "keywords", by the names of parameters, which kernels have for it, too."""
+    held, found = state.reader.attribute(state, which), getattr(state.value, which)
+    if which == "keywords":
+        keys = {name: name for name in held}
+    else:
+        names = _parameters_of(state.value.func)
+        keys = {(names[i] if i < len(names) else f"argument_{i}"): i for i in range(len(held))}
+    at = state_of(held).place
+    return {
+        name: state.reader.track(found[key], lambda values, key=key: values[at][key], name, ("item", id(found), key))
+        for name, key in keys.items()
+    }
+
+
+def _parameters_of(function: Callable) -> list[str]:
+    """The names of its positional parameters, as far as they are known."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    try:
+        return [name for name, p in inspect.signature(function).parameters.items() if p.kind in kinds]
+    except (TypeError, ValueError):
+        return []
 
 
 def _call_graph(state: State, args: tuple):
