@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -62,9 +63,12 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, bound: Bound, output_max: bool, deterministic: bool, q, k, v, sinks, *captured):
         needed = Needed.of(ctx)
         before = functools.partial(begin, for_backward(bound, needed.sinks), needed.wanted, deterministic)
+        elsewhere = are_saved_elsewhere()
+        if elsewhere:
+            before = functools.partial(_begin_scaled, before)
         out, lse, max_scores, rows = forward(bound, output_max=output_max, output_rows=True, waits=deterministic, before=before)
         _, _, _, inputs, scale, score, mask, lists, transposed, options, extras = bound
-        if are_saved_elsewhere():  # then `raw` would be this pass's, and the values perhaps those of another one, by another kernel
+        if elsewhere:  # then `raw` would be this pass's, and the values perhaps those of another one, by another kernel
             rows = rows.scaled(scale)
         seed, places = (extras.seed, extras.places) if extras else (None, ())
         ctx.extras = extras and ExtraInputs(dropout_p=extras.dropout_p)
@@ -122,6 +126,11 @@ class _Attention(torch.autograd.Function):
             reached = reached_by_gradients(score[0])
             found += [of_captured.get(i) if i in reached else None for i in range(ctx.count)]
         return None, None, None, *found
+
+
+def _begin_scaled(before: Callable, out: torch.Tensor, rows: Rows, jobs: list, meanwhile_raw: bool | None = None, **others) -> None:
+    """`before`, for a backward pass whose rows are scaled."""
+    before(out, rows._replace(raw=False), jobs, None if meanwhile_raw is None else False, **others)
 
 
 def _differentiable(ctx, bound: Bound, given: tuple, mask_tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
