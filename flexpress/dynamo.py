@@ -25,6 +25,7 @@ from flexpress.scales import number_on
 from .codegen.mod.bind import bind_once
 from .codegen.mod.capture import name_of
 from .codegen.mod.expr import MASK_SYMBOLS, SCORE_SYMBOLS
+from .codegen.mod.levels import unwatched
 
 _SYMBOLS = {"score_mod": SCORE_SYMBOLS, "mask_mod": MASK_SYMBOLS}  # of arguments that are mods
 
@@ -174,7 +175,8 @@ def _takes_tensors(made, examples: list, device: torch.device, key: str) -> bool
 def _check(mod, key: str) -> None:
     """What flexpress refuses breaks the graph: then it says why, with the user's own line."""
     try:
-        bind_once(mod, key.removesuffix("_mod"), None)
+        with unwatched():  # what is computed of fake tensors to find out is none of a checkpoint's
+            bind_once(mod, key.removesuffix("_mod"), None)
     except Exception as refused:
         raise Unsupported(f"flexpress refuses this {key}: {str(refused).splitlines()[0]}") from refused
 

@@ -122,10 +122,7 @@ class Looked(torch.autograd.Function):
     def jvp(ctx, _, *direction):
         inputs, mask_tensors = _inputs_of(ctx.problem, ctx.saved_tensors)
         direction, _ = _inputs_of(ctx.problem, direction)
-        ways = tangent_of_entropy, None, tangent_of_columns
-        ways = [way for way, asked in zip(ways, ctx.problem.wanted, strict=True) if asked]
-        if all(t is None for t in direction):
-            return (None,) * len(ways)
+        ways = [way for way, asked in zip((_entropy_tangent, None, _columns_tangent), ctx.problem.wanted, strict=True) if asked]
         return tuple(None if way is None else way(ctx.problem, inputs, mask_tensors, direction) for way in ways)
 
     @staticmethod
@@ -182,12 +179,12 @@ def _of_query_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def _of_entropy(problem: Problem, inputs, mask_tensors, d_entropy: torch.Tensor, needs: list[bool]) -> list[Given]:
     """Of lse with sinks, less the mean of keys' scores and sinks by what each has of the weight."""
     sinks, captured = inputs[2], inputs[3:]
-    problem, x, grows = _growing(problem, inputs, mask_tensors)
+    problem, x, grows, base = _growing(problem, inputs, mask_tensors)
     out, lse, _, rows, _, mean = pushed(problem, x, grows)
     d_lse, d_mean, of_sinks = d_entropy, -d_entropy, None
     if sinks is not None:
         scores, share, of_sink = sink_shares(lse, sinks)
-        turned = of_sink * torch.where(of_sink == 0.0, 0.0, mean - scores)  # what the entropy loses as weight goes to the keys
+        turned = of_sink * torch.where(of_sink == 0.0, 0.0, mean - (scores - base))  # what the entropy loses as weight goes to the keys
         d_lse, d_mean = d_entropy * share * (1.0 - turned), -d_entropy * share
         of_sinks = (d_entropy * share * turned).sum((0, 2)).to(sinks.dtype)
     empty = lse == float("-inf")
@@ -200,15 +197,20 @@ def _of_entropy(problem: Problem, inputs, mask_tensors, d_entropy: torch.Tensor,
     return [of_q, of_k, of_sinks, *others[: len(captured)]]
 
 
-def _growing(problem: Problem, inputs, mask_tensors) -> tuple[Problem, tuple, list[Given]]:
-    """The problem with scores times a factor of each row, as forward mode has it; its x, with values of one column, and the factor, which
-    is 1, behind what score_mod captures; and the direction in which factors grow."""
+def _growing(problem: Problem, inputs, mask_tensors) -> tuple[Problem, tuple, list[Given], torch.Tensor]:
+    """The problem with what scores are above a base of each row times a factor, as forward mode has it; its x, with values of one column,
+    and factors, which are 1, and bases behind what score_mod captures; the direction in which factors grow; and bases.
+
+    A base is the row's largest score: of larger numbers the mean would have no digits for what scores differ by."""
     q, k, _, *captured = inputs
     problem = problem.as_pushed()
     graph, numbers = problem.score
-    factor = torch.ones(q.shape[:3], dtype=torch.float32, device=q.device)
-    x = q, k, k.new_zeros((*k.shape[:3], 1)), *captured, factor, *mask_tensors
-    return replace(problem, score=(scaled_graph(graph), numbers)), x, [factor if t is factor else None for t in x]
+    values = k.new_zeros((*k.shape[:3], 1))
+    base = Attention.apply(replace(problem, output_max=True), q, k, values, *captured, *mask_tensors)[2]
+    base = torch.where(base.isfinite(), base, 0.0)
+    factor = torch.ones_like(base)
+    x = q, k, values, *captured, factor, base, *mask_tensors
+    return replace(problem, score=(scaled_graph(graph), numbers)), x, [factor if t is factor else None for t in x], base
 
 
 def _needs_of_x(needs: list[bool], behind: Sequence) -> list[bool]:
@@ -216,9 +218,11 @@ def _needs_of_x(needs: list[bool], behind: Sequence) -> list[bool]:
     return [*needs[:2], False, *needs[3:], *(False for _ in behind)]
 
 
-def tangent_of_columns(problem: Problem, inputs, mask_tensors, direction) -> torch.Tensor:
+def _columns_tangent(problem: Problem, inputs, mask_tensors, direction) -> torch.Tensor:
     """Column sums are the gradient of attention's values, where every row counts once, or what its sink leaves it: this is the tangent."""
     (q, k, sinks, *captured), (q_t, k_t, sinks_t, *captured_t) = inputs, direction
+    if all(t is None for t in direction):
+        return q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
     keys = _of_query_heads(q, k)
     x = q, keys, q.new_zeros((*keys.shape[:3], 1)), *captured, *mask_tensors
     moves = [q_t, None if k_t is None else _of_query_heads(q, k_t), None, *captured_t, *(None for _ in mask_tensors)]
@@ -232,17 +236,19 @@ def tangent_of_columns(problem: Problem, inputs, mask_tensors, direction) -> tor
     return list(found)[2].squeeze(-1).float()
 
 
-def tangent_of_entropy(problem: Problem, inputs, mask_tensors, direction) -> torch.Tensor:
-    """The mean of a row's scores is the gradient of lse for a factor of them."""
-    (_, _, sinks, *captured), (q_t, k_t, sinks_t, *captured_t) = inputs, direction
-    problem, x, grows = _growing(problem, inputs, mask_tensors)
+def _entropy_tangent(problem: Problem, inputs, mask_tensors, direction) -> torch.Tensor:
+    """The mean of what a row's scores are above `base` is the gradient of lse for a factor of that."""
+    (q, _, sinks, *captured), (q_t, k_t, sinks_t, *captured_t) = inputs, direction
+    if all(t is None for t in direction):
+        return q.new_zeros(q.shape[:3], dtype=torch.float32)
+    problem, x, grows, base = _growing(problem, inputs, mask_tensors)
     out, lse, _, _, _, mean = pushed(problem, x, grows)
     moves = [q_t, k_t, None, *captured_t, *(None for _ in x[3 + len(captured) :])]
     found, (_, lse_t) = second(problem, x, torch.zeros_like(out), torch.ones_like(lse), moves, [t is not None for t in grows])
     entropy_t = lse_t - found[3 + len(captured)]
     if sinks is not None:
         scores, share, of_sink = sink_shares(lse, sinks)
-        gained = torch.where(of_sink == 0.0, 0.0, scores - mean)
+        gained = torch.where(of_sink == 0.0, 0.0, scores - base - mean)
         entropy_t = share * entropy_t + _share_tangent(lse, lse_t, sinks, sinks_t) * gained
     return entropy_t.masked_fill(lse == float("-inf"), 0.0)
 

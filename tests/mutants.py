@@ -2232,6 +2232,20 @@ VARIOUS = [
         "the entropy's tangent is that without sinks",
     ),
     Mutant(
+        "flexpress/probabilities.py",
+        "    base = torch.where(base.isfinite(), base, 0.0)",
+        "    base = torch.zeros_like(base)",
+        named("probability_transforms", "very_low"),
+        "the mean of a row's scores has no digits for what they differ by",
+    ),
+    Mutant(
+        "codegen/mod/vector_moves.py",
+        "_by_numbers(index))",
+        "_by_numbers(args[1]))",
+        named("vectors", "two_dimensions"),
+        "a nested list of places is taken for one for each dimension",
+    ),
+    Mutant(
         "flexpress/mapped.py",
         "kind == ALONE and dim is not None for",
         "kind == ALONE and dim is None for",

@@ -52,6 +52,7 @@ def test_symbols_are_tensors():
     for mod in if_tensor:
         assert traces(mod) == 1 and traces(mod) == 0
         torch.testing.assert_close(evaluate_mod(mod, SCORES), expected)
+
     KINDS = (int,)
     torch.testing.assert_close(evaluate_mod(if_tensor[2], SCORES), SCORES)
     KINDS = torch.Tensor, int

@@ -90,6 +90,20 @@ def test_a_mod_that_is_traced_at_every_call():
             assert relative_error(mine, right) <= 1e-5
 
 
+def test_a_compiled_function():
+    """The compiler asks what a mod is while the checkpoint counts."""
+    weight = torch.rand(2, requires_grad=True)
+
+    @torch.compile(backend="aot_eager")
+    def layer(x):
+        return flex_attention(x, x, x, lambda score, b, h, q_idx, kv_idx: score + weight.exp()[h] * kv_idx)
+
+    x = torch.randn(1, 2, 9, 8, requires_grad=True)
+    found = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).sin().sum(), (x, weight))
+    for mine, right in zip(found, torch.autograd.grad(layer(x).sin().sum(), (x, weight)), strict=True):
+        assert relative_error(mine, right) <= 1e-5
+
+
 def test_packed_sequences():
     weight, ends = torch.rand(2, requires_grad=True), torch.tensor([0, 9, 30], dtype=torch.int32)
 

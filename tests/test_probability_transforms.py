@@ -169,6 +169,35 @@ def test_packed_sequences(device):
         assert relative_error(gradients[i], right) <= CLOSE
 
 
+@pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_very_low_scores(device, low):
+    """As additive masks mark padding: what scores differ by is lost in them, and others keep their derivatives."""
+    q, k = (torch.randn(1, 1, 7, 8, generator=torch.Generator().manual_seed(i)).to(device) for i in range(2))
+    bias = torch.zeros(7, 7, device=device)
+    bias[0] = low
+
+    def entropy(k):
+        return flex_attention(q, k, k, lambda s, b, h, i, j: s + bias[i, j], return_aux=AuxRequest(entropy=True))[1].entropy
+
+    def plain(k):
+        p = torch.log_softmax(q @ k.mT / 8**0.5 + bias, -1)
+        return -(p.exp() * p).sum(-1)
+
+    found, right = (grad(lambda k, f=f: f(k).square().sum())(k) for f in (entropy, plain))
+    assert relative_error(found, right) <= 1e-4
+    tangents = [jvp(f, (k,), (k,))[1] for f in (entropy, plain)]
+    torch.testing.assert_close(*tangents, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_that_counts_moves(device):
+    """Statistics know no values, and tangents of theirs are zeros."""
+    q, k, *_ = inputs(device)
+    nothing = jvp(lambda v: tuple(flex_attention(q, k, v, enable_gqa=True, return_aux=LEARNED)[1])[2::2], (k,), (k,))[1]
+    assert len(nothing) == 2 and not any(t.any() for t in nothing)
+
+
 def test_in_half_precision():
     """Results and tangents are float32."""
     q, k = (torch.randn(1, 2, 70, 32, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (1, 2))

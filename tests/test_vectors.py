@@ -164,6 +164,15 @@ def test_indices_of_several_elements(text, device):
         )
 
 
+def test_a_tensor_of_indices_of_two_dimensions():
+    """It is one index, not one for each dimension."""
+    table, places = torch.randn(9, 4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 1], [2, 3]])
+    scores = torch.randn(1, 1, 7, 9, generator=torch.Generator().manual_seed(1))
+    found = evaluate_mod(lambda s, b, h, i, j: s + (2 * table[j])[places].sum() + (2 * table[j, 0])[places % 3].sum(), scores)
+    expected = scores + torch.stack([(2 * row)[places].sum() + (2 * row[0])[places % 3].sum() for row in table])
+    torch.testing.assert_close(found, expected)
+
+
 def test_an_index_in_a_tensor_is_read_at_every_call():
     """In host memory it is a part of the trace, which fits no other one."""
     values, places = torch.randn(4, 3), torch.tensor([0, 2])

@@ -1,5 +1,5 @@
-"""A score_mod whose result is multiplied by one more captured tensor: derivatives for that tensor are those of a row's scores growing
-alike."""
+"""A score_mod of which what is above a base of each row is multiplied by a factor: derivatives for factors are those of a row's scores that
+grow alike."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from .trace import known_graph
 
 @remembered("scaled mods", 256)
 def scaled_graph(graph: ModGraph) -> ModGraph:
-    """The score_mod times a captured float32 tensor (B, Hq, Q_LEN), which comes behind its others."""
-    name = "factor"
-    while name in {c.name for c in (*graph.tensors, *graph.scalars)}:
-        name += "_"
+    """The score_mod as base + (score - base) * factor, of captured float32 tensors factor and base (B, Hq, Q_LEN), which come behind its
+    others."""
+    names, taken = ["factor", "base"], {c.name for c in (*graph.tensors, *graph.scalars)}
+    while not taken.isdisjoint(names):
+        names = [f"{name}_" for name in names]
     run = SimplifyingRun(graph.kind, ExprTable(walk(graph.result)), OPERATIONS)
     with run.active():
         row = tuple(run.table.make("symbol", (), torch.int32, attr=name) for name in ("b", "h", "q_idx"))
-        factor = Sym(run.table.make("load", row, torch.float32, attr=len(graph.tensors)))
-        result = (Sym(graph.result) * factor).expr
-    return known_graph(graph.kind, graph.name, graph.origin, result, (*graph.tensors, TensorCapture(name, torch.float32, 3)), graph.scalars)
+        factor, base = (Sym(run.table.make("load", row, torch.float32, attr=len(graph.tensors) + i)) for i in range(2))
+        result = (base + (Sym(graph.result) - base) * factor).expr
+    tensors = *graph.tensors, *(TensorCapture(name, torch.float32, 3) for name in names)
+    return known_graph(graph.kind, graph.name, graph.origin, result, tensors, graph.scalars)

@@ -132,7 +132,8 @@ def moved(name: str, args: tuple, kwargs: dict):
     if name == "__getitem__" and (_has_symbols(args[1]) or _is_place(args[1])):
         return _chosen(as_vector(args[0]), args[1] if isinstance(args[1], tuple) else (args[1],))
     if name == "__getitem__":
-        args = (args[0], *_by_numbers(args[1:]))
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)  # torch takes lists in a list that stands alone for one
+        args = (args[0], _by_numbers(index))
     shape_like = _tensor_like if name.endswith("_as") else _shape_like
     given = tuple(_numbers(a, items) for a in args[:1]), tuple(map(shape_like, args[1:])), {k: shape_like(v) for k, v in kwargs.items()}
     items = [Sym(i.expr) for i in _alike(items)] if name in JOINS else items  # new ones, which share no memory with those
@@ -168,7 +169,8 @@ def _by_numbers(index):
     if isinstance(index, torch.Tensor) and index.ndim:
         found, shape = listed(index)
         if not all(type(n) is int for n in found):
-            raise running().error("a vector is indexed by a tensor on another device than the CPU", "Index it by a list.")
+            what = "a vector is indexed by a tensor on another device than the CPU, or one of a compiler, which has no values"
+            raise running().error(what, "Index it by a list.")
         with Unseen(), Unrecorded():
             return torch.tensor(found, device="cpu").view(shape).tolist()
     return tuple(map(_by_numbers, index)) if type(index) is tuple else index
