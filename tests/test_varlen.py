@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import ModError, cache_clear, cache_info, mods, packed_blocks, packed_call, varlen_attention
+from flexpress import ModError, cache_clear, cache_info, mods, packed_blocks, probabilities, varlen_attention
 from flexpress.call import attend
 from support.dense import relative_error
 from support.devices import DEVICES, for_any
@@ -137,7 +137,7 @@ def test_nothing_is_copied(device, monkeypatch):
         calls.append((*call[:3], *attend(call, *options)))
         return calls[-1][3:]
 
-    monkeypatch.setattr(packed_call, "attend", spy)
+    monkeypatch.setattr(probabilities, "attend", spy)
     qkv = torch.randn(75, 3, 4, 40, device=device, requires_grad=True)
     cu = offsets([33, 42], device)
     out, lse = varlen_attention(*qkv.unbind(1), cu, mask_mod=mods.causal, return_lse=True)
