@@ -13,9 +13,10 @@ from flexpress.problem import Problem, dense
 from flexpress.sinks import before_sinks
 
 from .codegen.compiling import runs_uncompiled
-from .codegen.mod.levels import are_saved_elsewhere, one_by_one
+from .codegen.mod.levels import one_by_one
 from .codegen.mod.loads import reached_by_gradients
 from .codegen.mod.tensors import check_values, is_transformed, is_unseen
+from .codegen.mod.watched import are_saved_elsewhere
 from .codegen.run.backward import backward, begin
 from .codegen.run.call import Bound, ExtraInputs, Rows, for_backward
 from .codegen.run.captured import all_apart

@@ -25,7 +25,7 @@ from flexpress.scales import number_on
 from .codegen.mod.bind import bind_once
 from .codegen.mod.capture import name_of
 from .codegen.mod.expr import MASK_SYMBOLS, SCORE_SYMBOLS
-from .codegen.mod.levels import unwatched
+from .codegen.mod.watched import unwatched
 
 _SYMBOLS = {"score_mod": SCORE_SYMBOLS, "mask_mod": MASK_SYMBOLS}  # of arguments that are mods
 

@@ -2309,7 +2309,7 @@ VARIOUS = [
         "a checkpoint counts what tracing computes",
     ),
     Mutant(
-        "codegen/mod/levels.py",
+        "codegen/mod/watched.py",
         "            stack.enter_context(_disable_current_modes())",
         "            pass",
         named("checkpoints", "two_kernels or evaluation"),

@@ -53,6 +53,7 @@ purity       what of libraries may be called again
 randomness   random numbers, which are refused
 tensors      which tensors kernels can read
 levels       what transforms of torch.func put around tensors
+watched      what hooks of saved tensors and dispatch modes see
 
 What follows from a graph
 

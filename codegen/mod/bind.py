@@ -29,10 +29,10 @@ from .errors import ModError
 from .expr import ModGraph
 from .graph_mod import GraphMod
 from .graph_text import text_of
-from .levels import is_watched, unwatched
 from .origins import Origin, Origins, origins_of
 from .program import Untrackable
 from .trace import Traced, check_parameters, parts_of, replayable, traced_once
+from .watched import is_watched, unwatched
 
 _PER_BUCKET = 64  # traces kept for one piece of code: more means numbers that Python itself consumes keep changing
 _GRAPHS = 16  # kernels of the same functions of which nothing is said: a bias whose extents may be 1 has as many

@@ -13,13 +13,13 @@ from collections.abc import Callable
 import torch
 from torch.nn.modules import module as module_hooks
 
+from .current import Symbolic
 from .graph_mod import GraphMod, replayed
 from .origins import made_of
 from .program import HostProgram, Untrackable
 from .purity import BY_OPERATORS, ITERATORS, OF_CONSTANTS, is_constant, is_pure
 from .randomness import Watch, draws, may_draw, refusal
 from .stand_ins import HostValue, Reader, State, is_stand_in, same_one, state_of
-from .symbols import Sym, TensorView, Vector
 from .tensors import is_distributed, is_pending
 
 MEMOIZED = type(functools.lru_cache(len))  # what functools.lru_cache and functools.cache make of functions
@@ -150,7 +150,7 @@ def call(state: State, args: tuple, kwargs: dict):
         return reader.attribute(state, "func")(*first.values(), *args, **{**named, **kwargs})
     if type(value) is MEMOIZED:  # symbols are no keys
         return reader.attribute(state, "__wrapped__")(*args, **kwargs)
-    if value is isinstance and len(args) == 2 and isinstance(args[0], (Sym, Vector, TensorView)):
+    if value is isinstance and len(args) == 2 and isinstance(args[0], Symbolic):
         return _would_be_instance(args[1])
     if any(value is f for f in ITERATORS):
         return value(*args, **kwargs)
@@ -192,8 +192,6 @@ def call(state: State, args: tuple, kwargs: dict):
 
 def _would_be_instance(classes) -> bool:
     """Is what symbols stand for, a tensor in torch's flex_attention, an instance of one of these classes?"""
-    if isinstance(classes, tuple):
-        return any(map(_would_be_instance, classes))
     kind = same_one(classes)
     return any(map(_would_be_instance, kind)) if isinstance(kind, tuple) else issubclass(torch.Tensor, kind)
 

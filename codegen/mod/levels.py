@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
-_KEYS = torch._C._TorchDispatchModeKey
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _BATCHED = torch._C._parse_dispatch_key("Batched")  # of tensors that autograd's own vmap makes; None in a torch without it
 
@@ -76,32 +74,6 @@ def one_by_one(backward: Callable) -> Callable:
         return tuple(t if t is None else torch._add_batch_dim(t, 0, 1) for t in found)
 
     return each
-
-
-def are_saved_elsewhere() -> bool:
-    """Do hooks take what autograd saves now? What comes back may be of another forward pass, as checkpoints run one more."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def is_watched() -> bool:
-    """Do hooks of saved tensors, or modes, see what is computed now? Those of checkpoints count it, and want the same again."""
-    return are_saved_elsewhere() or torch._C._len_torch_dispatch_stack() > 0
-
-
-@contextlib.contextmanager
-def unwatched():
-    """For computations that may be made at one call and not at the next: whoever watches sees none of them."""
-    with contextlib.ExitStack() as stack:
-        if are_saved_elsewhere():
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
-        infra = any(torch._C._get_dispatch_mode(key) for key in (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL))
-        if torch._C._len_torch_dispatch_stack() and not infra:  # by which tensors are what they are
-            stack.enter_context(_disable_current_modes())
-        yield
-
-
-def _itself(tensor):
-    return tensor
 
 
 @contextlib.contextmanager

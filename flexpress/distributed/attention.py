@@ -29,8 +29,8 @@ from flexpress.sinks import fold_sinks, read_sinks
 from ..codegen.compiling import runs_uncompiled
 from ..codegen.mod.bind import bind, graph_of
 from ..codegen.mod.graph_text import text_of
-from ..codegen.mod.levels import are_saved_elsewhere
 from ..codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured, readable_inputs
+from ..codegen.mod.watched import are_saved_elsewhere
 from ..codegen.run.backward import backward
 from ..codegen.run.call import Bound, Rows
 from ..codegen.run.captured import apart
