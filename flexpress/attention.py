@@ -9,7 +9,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from flexpress.call import attend, bound
 from flexpress.checks import check_are_tensors
-from flexpress.dropout import Dropout, read_dropout, refuse_in_context
+from flexpress.dropout import Dropout, read_dropout
 from flexpress.float8 import FLOAT8, NOT_OF_FLOAT8, Quantised, quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
@@ -92,10 +92,9 @@ def _attend(arguments: tuple, want_max: bool, wanted: Wanted, deterministic: boo
     if context is not None or is_distributed(query):
         refuse_float8_over_devices(query, float8)
     if context is not None:
-        refuse_in_context(dropout)
         if any(wanted):
             raise NotImplementedError(NOT_IN_CONTEXT)
-        return *_attend_in_context(context, arguments, want_max, deterministic, sinks), *Statistics()
+        return *_attend_in_context(context, arguments, want_max, deterministic, sinks, dropout), *Statistics()
     if is_distributed(query):
         from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
 
@@ -256,7 +255,8 @@ def flex_attention(
                     max_scores has not. A row with nothing to attend to gives output 0, and its sink as lse
     dropout_p       weights are dropped with this probability, rounded to a multiple of 2**-14, and others divided by 1 - p. Which ones
                     follows from the seed, b, h, q_idx and kv_idx: see dropout_mask. lse and max_scores are those without
-    dropout_seed    int64 (1,), on query's device; by default torch's generator gives one, also in a CUDA graph
+    dropout_seed    int64 (1,), on query's device; by default torch's generator gives one, also in a CUDA graph. The same on all ranks, of
+                    DTensors and with context=; by default the first rank's
     q_scale, k_scale, v_scale   float32, positive: what query, key and value of float8_e4m3fn are to be multiplied by; by default 1.
                     One element for all, (Hkv,) for the heads of key and those of query that share each, or (B, Hkv). score_mod sees
                     scores with them
@@ -297,7 +297,9 @@ def flex_attention(
         raise
 
 
-def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic: bool, sinks: torch.Tensor | None) -> tuple:
+def _attend_in_context(
+    context, arguments: tuple, want_max: bool, deterministic: bool, sinks: torch.Tensor | None, dropout: Dropout | None
+) -> tuple:
     """out, lse and max_scores, or None, of this rank's parts, by a ContextPlan."""
     from flexpress.distributed.attention import Arguments, attend_in_context
     from flexpress.distributed.plan import check_plan
@@ -309,7 +311,7 @@ def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic:
         raise ValueError(
             "with context= the plan has the mask: make it as ContextPlan(..., mask_mod=...), and leave block_mask and mask_mod out"
         )
-    given = Arguments(scale, enable_gqa, kernel_options, deterministic, want_max, sinks)
+    given = Arguments(scale, enable_gqa, kernel_options, deterministic, want_max, sinks, dropout)
     if query.__class__ in ORDINARY or not is_distributed(query):
         return attend_in_context(context, (query, key, value), score_mod, given)
     from flexpress.distributed.shards import attend_shards_in_context

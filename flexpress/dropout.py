@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from flexpress.checks import extent
 
@@ -52,10 +54,24 @@ def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout 
     return Dropout(round(p * DROPOUT_STEPS) / DROPOUT_STEPS, seed.reshape(1), given)
 
 
-def refuse_in_context(dropout: Dropout | None) -> None:
-    """Raises NotImplementedError for dropout with a context plan."""
-    if dropout is not None:
-        raise NotImplementedError("dropout_p is not supported with context=: leave it out, or drop elements of what attention returns")
+def of_first_rank(dropout: Dropout, groups: Iterable[dist.ProcessGroup | None]) -> Dropout:
+    """With one seed on all ranks: of seeds that were drawn, that of each group's first rank."""
+    if dropout.given:
+        return dropout
+    seed = dropout.seed.clone()
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            dist.broadcast(seed, group=group, group_src=0)
+    return dropout._replace(seed=seed)
+
+
+def of_part(dropout: Dropout, first_b: int, first_h: int) -> Dropout:
+    """Dropout of the batch entries and heads from these on, which drops what it drops of all."""
+    own = torch.empty(3, dtype=torch.int64, device=dropout.seed.device)
+    own[:1] = dropout.seed
+    own[1].fill_(first_b)
+    own[2].fill_(first_h)
+    return dropout._replace(seed=own)
 
 
 def readable_seed(seed: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from flexpress import checks
 from flexpress.block_lists import capturing, leave_out_entries
 from flexpress.block_mask import BlockMask
 from flexpress.call import bound
-from flexpress.dropout import Dropout
+from flexpress.dropout import Dropout, of_first_rank, of_part
 from flexpress.foreign_masks import adopt, is_foreign_mask
 from flexpress.parts import Part, mask_of_part, score_of_part
 from flexpress.probabilities import attend_and_look
@@ -241,22 +241,13 @@ class Shards:
         """Dropout that drops what it drops of the whole: the seed with the first batch entry and head of this part."""
         if dropout is None:
             return None
-        seed = dropout.seed if dropout.given else self._of_all_ranks(dropout.seed)
-        if self._has_all:
-            return dropout._replace(seed=seed)
-        own = torch.empty(3, dtype=torch.int64, device=seed.device)
-        own[:1] = seed
-        for place, part in enumerate((self.batch, self.heads), 1):
-            own[place].fill_(part.first or 0)
-        return dropout._replace(seed=own)
+        dropout = of_first_rank(dropout, self.groups)
+        return dropout if self._has_all else of_part(dropout, self.batch.first or 0, self.heads.first or 0)
 
-    def _of_all_ranks(self, seed: torch.Tensor) -> torch.Tensor:
-        """The seed that the mesh's first rank has drawn."""
-        seed = seed.clone()
-        for dim in range(self.mesh.ndim):
-            if self.mesh.size(dim) > 1:
-                dist.broadcast(seed, group=self.mesh.get_group(dim), group_src=0)
-        return seed
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Of the mesh's dimensions."""
+        return [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
 
     def check_sinks(self, sinks) -> None:
         """Raises for what are no sinks of all heads."""

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 from flexpress.checks import check_are_tensors
-from flexpress.dropout import read_dropout, refuse_in_context
+from flexpress.dropout import read_dropout
 from flexpress.float8 import Quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
@@ -256,13 +256,12 @@ def varlen_attention(
         if context is not None or is_distributed(q):
             refuse_float8_over_devices(q, float8)
         if context is not None:
-            refuse_in_context(dropout)
             if any(wanted):
                 raise NotImplementedError(NOT_IN_CONTEXT)
             check_still("varlen_attention with context=", q, k, v)
             from flexpress.distributed.varlen import attend_varlen_in_context
 
-            found = attend_varlen_in_context(context, *arguments, sinks, max_scores)
+            found = attend_varlen_in_context(context, *arguments, sinks, max_scores, dropout)
         elif q.__class__ not in ORDINARY and is_distributed(q):
             found = _attend_shards(*arguments, sinks, dropout, asked)
         else:

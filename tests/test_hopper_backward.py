@@ -104,6 +104,9 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
     ),
     "dropout, of a part": dict(dropout_p=0.3, part=(1, 2), batches=(2, 1), heads=(4, 2)),
     "dropout, blocks of a longer sequence": dict(dropout_p=0.4, blocks=[[6, 1], [5, 2]], lengths=(200, 256)),
+    "the same, of a part, causal, head dim 128": dict(
+        dropout_p=0.4, part=(1, 2), mask=mods.causal, blocks=[[6, 1], [5, 2]], lengths=(200, 256), dims=(128, 128), megabytes=0
+    ),
     "packed sequences": dict(packed=[[70, 0, 1, 180]], mask=mods.causal, dims=(64, 64)),
     "dropout, packed sequences": dict(packed=[[150, 0, 1, 190]], dropout_p=0.3, mask=mods.causal, megabytes=0),
     "the same, other keys, softcap, head dim 128": dict(
@@ -235,7 +238,9 @@ def check(monkeypatch, case: dict) -> None:
             result = result.transpose(0, 1)[None]
         elif p:
             b, h = case["part"] or (0, 0)
-            kept = dropout_mask(seed, (b + Z, h + Hq, Q_LEN, KV_LEN), p)[b:, h:]
+            rows_at, keys_at = part.positions if case["blocks"] else map(torch.arange, (Q_LEN, KV_LEN))
+            of_whole = dropout_mask(seed, (b + Z, h + Hq, int(rows_at.max()) + 1, int(keys_at.max()) + 1), p)
+            kept = of_whole[b:, h:, rows_at[:Q_LEN]][..., keys_at[:KV_LEN]]
             result = dropped_attention(*inputs[:3], kept, p, score_mod, mask_mod, precision=precision)
         else:
             result = dense_attention(*inputs[:3], score_mod, mask_mod, precision=precision)[0]

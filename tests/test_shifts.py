@@ -36,6 +36,18 @@ def test_every_way_to_gather_a_gradient(score, device):
     check_problem(replace(ONE, score=score, deterministic=True, mask="window", padded=False, columns=[0, 3, 6]), device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout(device):
+    """Weights are dropped that the whole sequence drops there."""
+    check_problem(replace(ONE, dropout_p=0.3), device)
+    check_problem(replace(ONE, dropout_p=0.3, size=(256, 128), rows=[1, 3], deterministic=True, dtype=torch.float32), device)
+
+
+def test_in_cpp(in_cpp):
+    check_problem(ONE, "cpu")
+    check_problem(replace(ONE, dropout_p=0.3, score="alibi"), "cpu")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -43,6 +55,7 @@ def test_every_way_to_gather_a_gradient(score, device):
         dict(score="table", mask="window"),
         dict(score="bias", D=192, Dv=128, mask="chunks"),
         dict(score="columns", columns=[2, 6, 1], rows=[7]),
+        dict(score="alibi", dropout_p=0.3),
     ],
     ids=str,
 )

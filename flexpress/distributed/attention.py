@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flexpress.arguments import checked, looks_as
@@ -21,6 +22,7 @@ from flexpress.checks import autocast, parse_options
 from flexpress.distributed.agreement import digest_of, numbers_of
 from flexpress.distributed.exchange import Arriving, Exchange
 from flexpress.distributed.plan import ContextPlan
+from flexpress.dropout import Dropout, of_first_rank, of_part
 from flexpress.parts import Heads, Part, score_of_part
 from flexpress.problem import dense
 from flexpress.scales import read_scale
@@ -39,6 +41,25 @@ from ..codegen.run.forward import forward
 ALL = Part(None, 0)
 
 
+class Share(NamedTuple):
+    """What of a call this rank has.
+
+    batch, heads  which batch entries and heads of the mask's and of score_mod's
+    gather        as for `bound`
+    gather_sinks  makes of sinks that are checked and spread over ranks those of this one's heads
+    groups        whose ranks have others, beside the plan's
+    """
+
+    batch: Part = ALL
+    heads: Part = ALL
+    gather: Callable | None = None
+    gather_sinks: Callable | None = None
+    groups: Sequence[dist.ProcessGroup] = ()
+
+
+WHOLE = Share()
+
+
 class Arguments(NamedTuple):
     """What a call says beside query, key, value and score_mod."""
 
@@ -48,6 +69,7 @@ class Arguments(NamedTuple):
     deterministic: bool = False
     max_scores: bool = False
     sinks: torch.Tensor | None = None  # of this rank's heads
+    dropout: Dropout | None = None
 
 
 def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
@@ -59,15 +81,10 @@ def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
 
 
 def attend_in_context(
-    plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part = ALL, heads: Part = ALL, gather=None, gather_sinks=None
+    plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, share: Share = WHOLE
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """out, lse and max_scores, if asked for, of the queries that this rank holds.
-
-    tensors       its parts of query, key and value
-    batch, heads  which batch entries and heads of the mask's and of score_mod's these are
-    gather        as for `bound`
-    gather_sinks  makes of sinks that are checked and spread over ranks those of this one's heads
-    """
+    """out, lse and max_scores, if asked for, of the queries that this rank holds. tensors: its parts of query, key and value."""
+    batch, heads, gather, gather_sinks, groups = share
     tensors, arguments, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads, gather_sinks is None)
     score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads, plan.device), "score", plan.device)
     split = plan.head_split
@@ -76,8 +93,10 @@ def attend_in_context(
         mine = of_ranks[split.rank].q
         heads = Part((heads.first or 0) + mine.start, mine.stop - mine.start)
     score_mod, part = score_of_part(score_mod, batch, heads, plan.device), plan.of_part(batch, heads)
+    first_b, first_h = batch.first or 0, heads.first or 0
     exchange = part.exchange = part.exchange or Exchange(part)
     arguments = _agreed(plan, tensors, score, arguments, gather_sinks)
+    dropout = arguments.dropout and of_first_rank(arguments.dropout, (*plan.groups, *groups))
     if split:
         tensors = split.all_to_heads(tensors, of_ranks, len(part.position_ids), len(part.kv_position_ids))
     query, key, value = tensors
@@ -99,11 +118,14 @@ def attend_in_context(
         score = exchange.score_mod(score_mod, group.q.start)
         # modes of counters and checkpoints: a part of a call is no operator of theirs
         with nullcontext() if is_unseen() else _disable_current_modes():
-            return bound(q, k, v, score, mask, arguments.scale, arguments.enable_gqa, arguments.kernel_options, None, gather=given)
+            asked = arguments.scale, arguments.enable_gqa, arguments.kernel_options
+            dropped = dropout and of_part(dropout, first_b, first_h + group.q.start)
+            call = bound(q, k, v, score, mask, *asked, None, gather=given, dropout=dropped)
+        return call._replace(extras=call.extras._replace(places=exchange.places)) if dropped and plan.packing else call
 
     deterministic = arguments.deterministic or torch.are_deterministic_algorithms_enabled()
-    groups = heads_in_groups(query.shape[1], key.shape[1], plan.head_groups)
-    found = _InContext.apply(exchange, groups, bound_to, deterministic, arguments.max_scores, query, key, value, *captured)
+    of_heads = heads_in_groups(query.shape[1], key.shape[1], plan.head_groups)
+    found = _InContext.apply(exchange, of_heads, bound_to, deterministic, arguments.max_scores, query, key, value, *captured)
     if split:
         out, *of_rows = found
         of_rows = [None if t is None else split.to_positions(t.unsqueeze(-1)).squeeze(-1) for t in of_rows]
@@ -111,12 +133,10 @@ def attend_in_context(
     return found if arguments.sinks is None else _with_sinks(plan, *found, arguments.sinks)
 
 
-def attend_packed_in_context(
-    plan, tensors: tuple, score_mod, arguments: Arguments, heads: Part = ALL, gather=None, gather_sinks=None
-) -> tuple:
+def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Arguments, share: Share = WHOLE) -> tuple:
     """out, lse and max_scores, if asked for, of packed sequences, (local tokens, H, D) each, with a score_mod on packed positions."""
     tensors = tuple(t.unsqueeze(0).transpose(1, 2) for t in tensors)
-    found = attend_in_context(plan, tensors, score_mod, arguments, ALL, heads, gather, gather_sinks)
+    found = attend_in_context(plan, tensors, score_mod, arguments, share)
     return tuple(t if t is None else t.squeeze(0).transpose(0, 1) for t in found)
 
 
@@ -179,11 +199,12 @@ def _facts(tensors: tuple, score: tuple | None, arguments: Arguments) -> tuple:
         graph and text_of(graph),  # not the graph: a rank that traces many mods makes another of the same mod
         None if arguments.sinks is None else ((len(arguments.sinks),), *looks(arguments.sinks)),
         arguments.max_scores,
+        arguments.dropout and (arguments.dropout.p, arguments.dropout.given),
     )
 
 
 def _shown(
-    score: tuple | None, tensors: tuple, captured: tuple, text: str | None, sinks: tuple | None, max_scores: bool
+    score: tuple | None, tensors: tuple, captured: tuple, text: str | None, sinks: tuple | None, max_scores: bool, dropout: tuple | None
 ) -> dict[str, object]:
     """What `_facts` gives, in words, by name."""
 
@@ -193,6 +214,8 @@ def _shown(
     names = (f"{name} (B, H, D)" for name in ("query", "key", "value"))
     found: dict[str, object] = {name: words(*looks) for name, looks in zip(names, tensors, strict=True)}
     found["sinks"], found["max_scores"] = sinks and words(*sinks), max_scores
+    found["dropout_p"], given = dropout or (0.0, False)
+    found["dropout_seed"] = "given" if given else None
     if score is None:
         return {**found, "score_mod": None}
     graph = score[0]
@@ -222,7 +245,7 @@ class _SummedBack(torch.autograd.Function):
     def backward(ctx, gradient):
         found = gradient.detach().clone(memory_format=torch.contiguous_format)
         for group in ctx.groups:
-            torch.distributed.all_reduce(found, group=group)
+            dist.all_reduce(found, group=group)
         return *once([found], ctx.saved_tensors), None
 
 
@@ -305,7 +328,7 @@ class _InContext(torch.autograd.Function):
             exchange.add_up(*found, (dk[:, heads.kv], dv[:, heads.kv]))
         for gradient in of_captured.values():
             for group in exchange.plan.groups if exchange.plan.sum_gradients else ():
-                torch.distributed.all_reduce(gradient, group=group)
+                dist.all_reduce(gradient, group=group)
         captured = (of_captured[i].to(t.dtype) if i in wanted else None for i, t in enumerate(captured))
         return [_joined(dq), dk, dv, *captured]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flexpress.block_mask import BlockMask
+from flexpress.distributed.layout import whole_blocks
 from flexpress.distributed.plan import BLOCK, ContextPlan
 
 from ..codegen.mod.bind import bind
@@ -118,6 +120,13 @@ class Exchange:
 
         in_context.__name__ = f"context_{name_of(mod)}"
         return in_context
+
+    @functools.cached_property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Packing.places of this rank's queries, and of the keys that it gets."""
+        of_queries, of_keys = self.plan.packing.places
+        keys = whole_blocks(self.blocks).clip(max=self.plan.kv_len - 1)  # padding is hidden
+        return of_queries[:, self.plan.position_ids].contiguous(), of_keys[:, self.plan.on_device(keys)].contiguous()
 
     def _mask_mod(self, first_head: int) -> Callable:
         """The plan's mask_mod, told the same; it hides padding."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from flexpress.checks import check_heads
-from flexpress.distributed.attention import Arguments, attend_in_context, attend_packed_in_context
+from flexpress.distributed.attention import ALL, Arguments, Share, attend_in_context, attend_packed_in_context
 from flexpress.distributed.plan import ContextPlan
 from flexpress.dtensors import Shards
 
@@ -29,15 +29,16 @@ def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], 
     part = Shards(named, 0, 1, functools.partial(_dims_of, plan, named, 2), plan.sum_gradients)
     check_heads(*list(named.values())[:2], arguments.enable_gqa)  # a rank may have one head of each
     arguments, gather_sinks = _sinks_of(part, arguments)
-    of_part = part.batch, part.heads, part.gather, gather_sinks
-    return part.joined(*attend_in_context(plan, part.local, score_mod, arguments, *of_part))
+    share = Share(part.batch, part.heads, part.gather, gather_sinks, part.groups)
+    return part.joined(*attend_in_context(plan, part.local, score_mod, arguments, share))
 
 
 def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
     """out, lse and max_scores, if asked for, of packed sequences (total, H, D), DTensors as query is."""
     part = Shards(named, None, 1, functools.partial(_dims_of, plan, named, 0), plan.sum_gradients)
     arguments, gather_sinks = _sinks_of(part, arguments)
-    return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, part.heads, part.gather, gather_sinks))
+    share = Share(ALL, part.heads, part.gather, gather_sinks, part.groups)
+    return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, share))
 
 
 def _sinks_of(part: Shards, arguments: Arguments) -> tuple[Arguments, Callable | None]:

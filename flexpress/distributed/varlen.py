@@ -10,7 +10,20 @@ from ..codegen.mod.tensors import is_distributed
 
 
 def attend_varlen_in_context(
-    plan: ContextPlan, q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, sinks, max_scores
+    plan: ContextPlan,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    score_mod,
+    mask_mod,
+    scale,
+    kernel_options,
+    deterministic,
+    sinks,
+    max_scores,
+    dropout,
 ) -> tuple:
     """out (local total_q, Hq, Dv), lse and max_scores, or None, of this rank's q, k and v."""
     named, of_plan = {"q": q, "k": k, "v": v}, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "mask_mod": mask_mod}
@@ -24,7 +37,7 @@ def attend_varlen_in_context(
         check_rank(name, tensor, "(local tokens, H, D)", may_stand=True)
     if score_mod is not None:
         score_mod = plan.packing.score_mod(score_mod)
-    arguments = Arguments(scale, True, kernel_options, deterministic, max_scores, sinks)
+    arguments = Arguments(scale, True, kernel_options, deterministic, max_scores, sinks, dropout)
     if any(map(is_distributed, named.values())):
         from flexpress.distributed.shards import attend_packed_shards_in_context
 

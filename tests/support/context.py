@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flexpress import AuxRequest, flex_attention
+from flexpress import AuxRequest, dropout_mask, flex_attention
 from flexpress.distributed import ContextPlan
-from support.dense import dense_attention
+from support.dense import dense_attention, factors_of
 from support.ranks import here
 
 
@@ -17,16 +17,21 @@ def tensors(q_len, kv_len=None, B=1, Hq=2, Hkv=1, Bkv=None, D=16, D_V=None):
     return [torch.randn(shape) for shape in shapes]
 
 
-def compare(whole, mask_mod, score_mod=None, captured=(), B=None, H=None, scale=None, **of_plan):
+SEED = torch.tensor([3 << 40 | 77])  # of dropout
+
+
+def compare(whole, mask_mod, score_mod=None, captured=(), B=None, H=None, scale=None, dropout_p=0.0, **of_plan):
     """out, lse, max_scores and all gradients of attention by parts are those of dense attention of the whole in float64."""
     q_len, kv_len = whole[0].shape[2], whole[1].shape[2]
     plan = ContextPlan(q_len=q_len, kv_len=kv_len, mask_mod=mask_mod, B=B, H=H, device=here(), **of_plan)
     mine = [plan.shard(whole[0], 2), *(t[:, :, plan.kv_position_ids] for t in whole[1:])]
     mine = [t.clone().requires_grad_() for t in mine]
     wanted = AuxRequest(lse=True, max_scores=True)
-    found, (lse, highest, *_) = flex_attention(*mine, score_mod, enable_gqa=True, return_aux=wanted, context=plan, scale=scale)
+    dropout = {"dropout_p": dropout_p, "dropout_seed": SEED.to(here())} if dropout_p else {}
+    found, (lse, highest, *_) = flex_attention(*mine, score_mod, enable_gqa=True, return_aux=wanted, context=plan, scale=scale, **dropout)
     reference = [t.double().requires_grad_() for t in whole]
-    exact, exact_lse, exact_highest = dense_attention(*reference, score_mod, mask_mod, scale)
+    factors = factors_of(dropout_mask(SEED, (*whole[0].shape[:3], kv_len), dropout_p), dropout_p) if dropout_p else None
+    exact, exact_lse, exact_highest = dense_attention(*reference, score_mod, mask_mod, scale, factors=factors)
     d_out, d_lse = torch.randn(exact.shape), torch.randn(exact_lse.shape)
     lse_weight = torch.where(torch.isneginf(exact_lse), 0.0, d_lse)
     queries, keys = plan.position_ids, plan.kv_position_ids

@@ -78,6 +78,19 @@ def sinks():
 
 
 @check(2)
+def a_seed_of_dropout_is_the_first_rank_s():
+    """Where none is given, also if the ranks' generators differ; as torch draws it on that rank."""
+    whole, plan = tensors(300), ContextPlan(q_len=300, mask_mod=mods.causal, device=here())
+    torch.manual_seed(dist.get_rank())
+    parts = [plan.shard(t, 2) for t in whole]
+    outs = [flex_attention(*parts, context=plan, enable_gqa=True, dropout_p=0.3) for _ in range(2)]
+    torch.manual_seed(0)
+    for out in outs:
+        alone = flex_attention(*whole, mask_mod=mods.causal, enable_gqa=True, dropout_p=0.3)
+        torch.testing.assert_close(plan.unshard(out, 2), alone)
+
+
+@check(2)
 def a_plan_of_another_mask_is_found():
     mask = mods.causal if dist.get_rank() else mods.sliding_window(20)
     plan = ContextPlan(q_len=1000, mask_mod=mask, device=here())
@@ -138,7 +151,7 @@ def what_one_rank_raises_is_named_on_the_other():
 def what_the_front_door_raises_is_told():
     """Arguments that are refused before the plan is asked, on one rank alone."""
     for raised, words, more in (
-        (NotImplementedError, "dropout_p is not supported with context=", {"dropout_p": 0.1}),
+        (ValueError, "dropout_p must be a number from 0 to 1", {"dropout_p": 2.0}),
         (ValueError, "with context= the plan has the mask", {"mask_mod": mods.causal}),
         (NotImplementedError, "entropy", {"return_aux": AuxRequest(entropy=True)}),
         (TypeError, "key", {"key": None}),
@@ -393,7 +406,8 @@ def random_problems(count: int):
         masks = [None, mods.causal, mods.sliding_window(draw.randrange(1, 300)), lambda b, h, i, j: ids[i] == ids[j]]  # noqa: B023
         slopes = torch.rand(Hkv * shared, requires_grad=True)
         score_mod, learned = draw.choice([(None, []), (mods.alibi(slopes), [slopes]), (mods.softcap(2.0), []), (hashed, [])])
-        compare(whole, draw.choice(masks), score_mod, learned, head_groups=draw.choice([1, 2, 4]))
+        options = {"head_groups": draw.choice([1, 2, 4]), "dropout_p": draw.choice([0.0, 0.0, 0.3])}
+        compare(whole, draw.choice(masks), score_mod, learned, **options)
 
 
 @check(4)

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flexpress import AuxRequest, flex_attention, mods, varlen_attention
+from flexpress import AuxRequest, dropout_mask, flex_attention, mods, varlen_attention
 from flexpress.distributed import ContextPlan
 from support import context as one_process
 from support.context import tensors
-from support.dense import dense_attention
+from support.dense import dense_attention, factors_of
 from support.ranks import check, from_first_rank, here
 from support.varlen import offsets
 
@@ -51,7 +51,9 @@ def spread(plan, mesh, tensor, placements):
     return distribute_tensor(in_order(plan, tensor.detach()), mesh, placements).requires_grad_()
 
 
-def compare(mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, kv_len=None, Hkv=2, of_slopes=None, Z=2, **more):
+def compare(
+    mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, kv_len=None, Hkv=2, of_slopes=None, Z=2, dropout_p=0.0, **more
+):
     """out, lse, max_scores and all gradients of DTensors are those of dense attention, placed as query and as their tensors are."""
     plan = ContextPlan(mesh["context"], q_len, kv_len, mask_mod, B=B, H=H, device=here(), **more)
     leaves = [*tensors(q_len, kv_len, B=Z, Hq=4, Hkv=Hkv), torch.rand(4), torch.randn(2, 4)]
@@ -59,9 +61,13 @@ def compare(mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, k
     lie = [*placements, of_slopes or everywhere, everywhere]
     distributed = [spread(plan, mesh, t, p) for t, p in zip(leaves, lie, strict=True)]
     wanted = AuxRequest(lse=True, max_scores=True)
-    out, of_rows = flex_attention(*distributed[:3], biased(*distributed[3:]), enable_gqa=True, return_aux=wanted, context=plan)
+    dropout, factors = {}, None
+    if dropout_p:
+        dropout = {"dropout_p": dropout_p, "dropout_seed": one_process.SEED.to(here())}
+        factors = factors_of(dropout_mask(one_process.SEED, (Z, 4, q_len, kv_len or q_len), dropout_p), dropout_p)
+    out, of_rows = flex_attention(*distributed[:3], biased(*distributed[3:]), enable_gqa=True, return_aux=wanted, context=plan, **dropout)
     reference = [t.double().requires_grad_() for t in leaves]
-    exact, *exact_of_rows = dense_attention(*reference[:3], biased(*reference[3:]), mask_mod)
+    exact, *exact_of_rows = dense_attention(*reference[:3], biased(*reference[3:]), mask_mod, factors=factors)
     for found, expected in zip((out, *of_rows[:2]), (exact, *exact_of_rows), strict=True):
         assert type(found) is DTensor and found.placements == tuple(placements[0]) and found.shape == expected.shape
         torch.testing.assert_close(found.full_tensor().double(), in_order(plan, expected.detach()), rtol=0, atol=2e-5)
@@ -145,7 +151,7 @@ def refusals():
     dist.barrier()
 
 
-def compare_packed(lengths, kv_lengths=None, score_mod=None, mask_mod=None, learned=(), Hq=2, Hkv=1, **options):
+def compare_packed(lengths, kv_lengths=None, score_mod=None, mask_mod=None, learned=(), Hq=2, Hkv=1, dropout_p=0.0, **options):
     """out, lse and all gradients of packed sequences over ranks are those of dense attention, within each sequence."""
     q_starts, k_starts = (offsets(n) for n in (lengths, kv_lengths or lengths))
     (total_q, total_k), D = (int(t[-1]) for t in (q_starts, k_starts)), 16
@@ -153,7 +159,9 @@ def compare_packed(lengths, kv_lengths=None, score_mod=None, mask_mod=None, lear
     plan = ContextPlan.packed(q_starts, k_starts if kv_lengths else None, mask_mod, device=here(), **options)
     positions = plan.position_ids, plan.kv_position_ids, plan.kv_position_ids
     mine = [t[p].requires_grad_() for t, p in zip(whole, positions, strict=True)]
-    out, (lse, max_scores) = varlen_attention(*mine, score_mod=score_mod, return_aux=AuxRequest(lse=True, max_scores=True), context=plan)
+    wanted = AuxRequest(lse=True, max_scores=True)
+    dropout = {"dropout_p": dropout_p, "dropout_seed": one_process.SEED.to(here())} if dropout_p else {}
+    out, (lse, max_scores) = varlen_attention(*mine, score_mod=score_mod, return_aux=wanted, context=plan, **dropout)
     (of_q, at_q), (of_k, at_k) = (
         (torch.searchsorted(t, torch.arange(n), right=True) - 1, n) for t, n in ((q_starts, total_q), (k_starts, total_k))
     )
@@ -170,7 +178,11 @@ def compare_packed(lengths, kv_lengths=None, score_mod=None, mask_mod=None, lear
 
     reference = [t.double().requires_grad_() for t in whole]
     dense = [t.transpose(0, 1)[None] for t in reference]
-    found = dense_attention(*dense, score if score_mod else None, mask)
+    factors = None
+    if dropout_p:
+        kept = dropout_mask(one_process.SEED, (len(lengths), Hq, max(lengths), max(kv_lengths or lengths)), dropout_p)
+        factors = factors_of(kept[of_q[:, None], :, at_q[:, None], at_k].permute(2, 0, 1), dropout_p)
+    found = dense_attention(*dense, score if score_mod else None, mask, factors=factors)
     exact, exact_lse, exact_max = (t[0].transpose(0, 1) for t in found)
     torch.testing.assert_close(out.double(), exact.detach()[plan.position_ids], rtol=0, atol=2e-5)
     torch.testing.assert_close(lse.double(), exact_lse.detach()[plan.position_ids], rtol=0, atol=2e-5)
@@ -217,6 +229,36 @@ def packed_dtensors():
     found = torch.autograd.grad(out.square().sum(), made)
     for have, want in zip(found, torch.autograd.grad(expected.square().sum(), whole), strict=True):
         torch.testing.assert_close(have.full_tensor(), want[plan.order], rtol=1e-4, atol=1e-5)
+
+
+@check(4)
+def dropout_of_the_whole():
+    """Of DTensors whose batch and heads are over other ranks, of heads that ranks exchange, and of packed sequences."""
+    mesh, both = meshes("context", "tp"), meshes("context", "heads")
+    compare(mesh, [[Shard(2), Shard(1)]] * 3, dropout_p=0.3, q_len=512)
+    compare(mesh, [[Shard(2), Shard(0)]] * 3, dropout_p=0.3, head_groups=2)
+    compare(both, [[Shard(2), Shard(2)]] * 3, stairs, B=1, H=4, Z=1, heads=both["heads"], dropout_p=0.3)
+    one_process.compare(tensors(330, Hq=4, Hkv=2), mods.causal, group=both["context"], heads=both["heads"], dropout_p=0.3)
+    compare_packed([200, 64, 300, 10], [300, 200, 0, 77], None, lambda b, h, i, j: j <= i + 100, Hq=4, Hkv=2, dropout_p=0.3)
+    compare_packed([100, 250, 37, 160], None, None, mods.causal, Hkv=2, group=both["context"], heads=both["heads"], dropout_p=0.3)
+
+
+@check(4)
+def a_seed_that_is_drawn_is_that_of_all_ranks():
+    """Also where the ranks of DTensors are none of the plan's."""
+    mesh = meshes("context", "tp")
+    plan = ContextPlan(mesh["context"], 256, mask_mod=mods.causal, device=here())
+    torch.manual_seed(dist.get_rank())
+    whole = [torch.randn(1, 2, 256, 16, generator=torch.Generator().manual_seed(i)).to(here()) for i in range(3)]
+    for over, placements, local in ((mesh, [Shard(2), Shard(1)], False), (mesh["tp"], [Shard(1)], True)):
+        given = [plan.shard(t) if local else in_order(plan, t) for t in whole]
+        given = [distribute_tensor(t, over, placements, src_data_rank=None) for t in given]
+        out = flex_attention(*given, context=plan, dropout_p=0.3).full_tensor()
+        found = plan.unshard(out) if local else out[:, :, plan.order.argsort()]
+        alike = [torch.empty_like(found) for _ in range(4)]
+        dist.all_gather(alike, found)
+        kept = (found != flex_attention(*whole, mask_mod=mods.causal)).any(-1)
+        assert all(torch.equal(other, found) for other in alike) and kept.float().mean() > 0.9
 
 
 def compare_sinks(placements, of_sinks, names=("context",), sums=True):
@@ -270,14 +312,11 @@ def sinks_that_one_rank_lacks():
     sinks = distribute_tensor(torch.randn(4), mesh, [Shard(0)])
     for more, words in (
         ({"sinks": None}, "rank 1 has another sinks than rank 0: None, not"),
-        (
-            {"sinks": sinks, "dropout_p": 0.1},
-            "dropout_p is not supported with context=" if rank else "rank 1 has raised NotImplementedError: dropout_p",
-        ),
+        ({"sinks": sinks, "dropout_p": 0.5}, "rank 1 has another dropout_p than rank 0: 0.5, not 0.0"),
     ):
         plan = ContextPlan(mesh, 256, mask_mod=mods.causal, device=here())
         given = [distribute_tensor(in_order(plan, t), mesh, [Shard(2)]) for t in tensors(256, Hq=4, Hkv=4)]
-        with pytest.raises((ValueError, NotImplementedError), match=words):
+        with pytest.raises(ValueError, match=words):
             flex_attention(*given, context=plan, **(more if rank else {"sinks": sinks}))
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from flexpress import mods
+from flexpress import dropout_mask, mods
 from flexpress.block_mask import BlockMask
 from flexpress.call import attend, bound
 from flexpress.codegen.run import masks
 from flexpress.codegen.run.block_lists import BlockLists, Shifts, lists_of
-from support.dense import dense_attention, relative_error
+from flexpress.dropout import Dropout
+from support.dense import dense_attention, factors_of, relative_error
 from support.gradients import assert_gradients, error_times, gradients_of
 from support.varlen import FLOORS, MASK_MODS, SCORE_MODS, score_mods
 from support.varlen import mask_mods as narrow_mods
@@ -58,6 +59,7 @@ class Problem:
     mask: str = "causal"
     deterministic: bool = False
     separate_full: bool = True
+    dropout_p: float = 0.0
     seed: int = 0
 
     @property
@@ -100,6 +102,7 @@ def problems(draw, device):
         mask=draw(st.sampled_from([*MASK_MODS, *WIDE * 2])),
         deterministic=draw(st.booleans()),
         separate_full=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.3])),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -142,6 +145,15 @@ def shifted_lists(p: Problem, mask_mod, device) -> BlockLists:
     return replace(lists, shifts=shifts)
 
 
+def dropout_of(p: Problem, q_at: torch.Tensor, kv_at: torch.Tensor) -> tuple[Dropout | None, torch.Tensor | None]:
+    """What `bound` takes, and by what it multiplies weights at these positions."""
+    if not p.dropout_p:
+        return None, None
+    dropout = Dropout(p.dropout_p, torch.tensor([p.seed << 33 | 5], device=q_at.device))
+    kept = dropout_mask(dropout.seed, (p.B, p.Hkv * p.group, p.q_len, int(kv_at.max()) + 1), p.dropout_p)
+    return dropout, factors_of(kept[:, :, q_at][..., kv_at], p.dropout_p)
+
+
 def check_problem(p: Problem, device: str, *, backward: bool = True) -> None:
     """out, lse and all gradients are those of dense attention."""
     q_at, kv_at = (t.to(device) for t in p.positions)
@@ -156,7 +168,8 @@ def check_problem(p: Problem, device: str, *, backward: bool = True) -> None:
     make, learned = score_mods(p.B, Hq, max(p.q_len, -(-p.kv_len // p.size[1]) * p.size[1]), device)[p.score]
     mask_mod = in_whole(p, mask_mods(p.B, device)[p.mask])
     mask = BlockMask._made((Q_LEN, KV_LEN), shifted_lists(p, mask_mod, device), mask_mod)
-    out, lse, _ = attend(bound(*inputs, make(*learned), mask, None, True, None, None), False, p.deterministic)
+    dropout, factors = dropout_of(p, q_at, kv_at)
+    out, lse, _ = attend(bound(*inputs, make(*learned), mask, None, True, None, None, dropout=dropout), False, p.deterministic)
 
     def reference(precision):
         leaves = [
@@ -164,7 +177,7 @@ def check_problem(p: Problem, device: str, *, backward: bool = True) -> None:
             for i, t in enumerate((*inputs, *learned))
         ]
         score, mask = at_positions(make(*leaves[3:]), q_at, kv_at, score=True), at_positions(mask_mod, q_at, kv_at, score=False)
-        return leaves, *dense_attention(*leaves[:3], score, mask, precision=precision)[:2]
+        return leaves, *dense_attention(*leaves[:3], score, mask, precision=precision, factors=factors)[:2]
 
     exact, plain = reference(torch.float64), reference(p.dtype)
     error, allowed = (relative_error(t, exact[1]) for t in (out, plain[1]))
