@@ -201,21 +201,21 @@ def autocast(*tensors):
     return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype not in kept else t for t in tensors)
 
 
-def check_scale(scale, head_dim: int) -> float:
-    """The scale as a float; 1 / sqrt(head_dim) by default. For tensors see scales.py."""
+def check_scale(scale, head_dim: int, name: str = "scale") -> float:
+    """The scale as a float; 1 / sqrt(head_dim) by default. For tensors see scales.py. name: the user's."""
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, (torch.SymFloat, torch.SymInt)):  # torch's compiler traces; the operator looks at the number
         return torch.sym_float(scale)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
+        raise TypeError(f"{name} must be a number, got {type(scale).__name__}")
     try:
         number = float(scale)
     except OverflowError:
         number = math.inf
     if not abs(number) <= LARGEST_FLOAT32:
         shown = scale if isinstance(scale, float) else f"{type(scale).__name__} too large for float32"
-        raise ValueError(f"scale must be finite in float32, got {shown}")
+        raise ValueError(f"{name} must be finite in float32, got {shown}")
     return number
 
 

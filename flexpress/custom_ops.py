@@ -44,11 +44,21 @@ def _shorten(made: CustomOpDef, function: Callable) -> None:
     """Have calls of plain tensors, whose gradients nobody wants, run the function at once. Torch's own way there is four functions in
     Python, which in a compiled model take longer than what the function does for a kernel's launch."""
     whole, arguments = make_autograd_impl(made._opoverload, made), made._opoverload._schema.arguments
+    needed = [(i, argument.name) for i, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType)]
     mutated = [i for i, argument in enumerate(arguments) if argument.alias_info is not None and argument.alias_info.is_write]
     backends = {getattr(torch._C.DispatchKey, device) for device in _DEVICES}
 
     @runs_uncompiled
     def short(keyset, *args, **named):  # those that schemas have by name alone
+        try:
+            return called(keyset, *args, **named)
+        except Exception:
+            missing = [name for i, name in needed if (args[i] if i < len(args) else named.get(name)) is None]
+            if missing:  # which torch's schemas let pass
+                raise TypeError(f"{missing[0]} must be a tensor, got None") from None
+            raise
+
+    def called(keyset, *args, **named):
         followed = (keyset & _after_ADInplaceOrView_keyset).highestPriorityTypeId() not in backends  # by a mode, or a class of tensors
         if followed or (torch.is_grad_enabled() and _any_requires_grad(*args, **named)):
             return whole(keyset, *args, **named)

@@ -199,7 +199,7 @@ class Shards:
         found = mask._parts.get((self.batch, self.heads))
         if found is None or found[0] is not mask.mask_mod or found[2] is not whole:
             lists, mod = mask[tuple(chosen)]._lists, self.mask_mod(mask.mask_mod)
-            found = mask.mask_mod, BlockMask._made(mask.seq_lengths, lists, mod, agrees=mask._decided, cuts=False), whole
+            found = mask.mask_mod, BlockMask._made(mask.seq_lengths, lists, mod, agrees=mask._decided, cuts=False, fixed=mask._fixed), whole
             if not capturing(lists):
                 lists.kept()
                 mask._parts[self.batch, self.heads] = found

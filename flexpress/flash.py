@@ -35,6 +35,7 @@ from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 from flexpress.in_graph import compilable
 from flexpress.mask_mods import without_ones
 from flexpress.mods import causal as causal_mask
+from flexpress.scales import softmax_scale_of
 
 from .codegen.mod.tensors import followed
 
@@ -193,7 +194,7 @@ def _attention(q, k, v, bias, causal, softmax_scale, return_lse):
         v.transpose(1, 2),
         score_mod,
         None,
-        softmax_scale,
+        softmax_scale_of(softmax_scale),
         enable_gqa=True,
         return_lse=return_lse,
         mask_mod=causal_mask if causal else None,

@@ -44,7 +44,7 @@ class Walked:
     """The lists that kernels walk.
 
     own       the mask's own, of which they are made
-    decided   did its mask_mod alone say then what attends?
+    decided   does its mask_mod alone say what attends, whatever it captures holds since?
     plain     is it the mask_mod of their partial blocks?
     """
 
@@ -230,7 +230,7 @@ class MaskLists:
     def for_kernels(self) -> tuple[BlockLists, Callable]:
         """The lists that kernels walk, and the mask_mod of their partial blocks: the mask's own, unless its blocks do not suit them
         (see kernel_size). Then lists of other blocks, with a mask_mod that knows of the mask's own where mask_mod alone does not."""
-        walked, decided = self._walked, self._agrees and not self._replaced
+        walked, decided = self._walked, self._decided and self._fixed  # what it captures may hold something else since
         if walked is None or walked.decided is not decided or self._given is not None:
             walked = self._walk(decided)
         if walked.plain:

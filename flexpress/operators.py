@@ -66,7 +66,7 @@ def call_of(
         if walked_in_every_length(size):
             block_mask = ListedMask(lengths, made, mask, decided)
         else:
-            block_mask = BlockMask._made(lengths, made, mask, agrees=decided, cuts=False)  # what is cut is partial already
+            block_mask = BlockMask._made(lengths, made, mask, agrees=decided, cuts=False, fixed=decided)  # what is cut is partial already
         mask = None
     packed = (starts[0], starts[-1]) if starts else None
     return bound(

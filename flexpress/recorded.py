@@ -154,6 +154,8 @@ def recorded(
     score, mask = bound_mod(score_mod, "score", query.device, gather), bound_mod(mask_mod, "mask", query.device, gather)
     if lists is not None and decided and leave_out_entries(lists, mask[0].symbols, query.shape[:2]):
         lists = None  # mask_mod makes them
+    if lists is not None and decided and not walked_in_every_length((lists.q_block, lists.kv_block)):
+        decided = block_mask._fixed  # as in MaskLists.for_kernels
     if sinks is not None:
         check_sinks(sinks, query.shape[1], query.device)
         check_kind("sinks", sinks)

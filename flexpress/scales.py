@@ -33,6 +33,13 @@ def read_scale(scale, score_mod: Callable | None, head_dim: int, device: torch.d
     return 1.0, _scaled(scale.to(device, torch.float32, non_blocking=True).reshape(()), score_mod)
 
 
+def softmax_scale_of(softmax_scale):
+    """What flash_attn's functions take, checked under their name for it. Tensors are read later."""
+    if not isinstance(softmax_scale, torch.Tensor):
+        check_scale(softmax_scale, 1, "softmax_scale")
+    return softmax_scale
+
+
 def number_on(device: torch.device, value: torch.SymFloat) -> torch.Tensor:
     """A float that torch's compiler keeps open, as a tensor. By a product, which that compiler follows: of another operator it makes a
     graph for each value."""

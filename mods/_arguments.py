@@ -25,8 +25,8 @@ def whole_number(recipe: str, name: str, value: object, remedy: str, minimum: in
         number: int = value if type(value) in (int, torch.SymInt) else operator.index(value)  # type: ignore[arg-type, assignment]
     except TypeError:
         raise TypeError(f"{recipe}(): {name} must be an int, got {_described(value)}; {remedy}") from None
-    if minimum is not None and number < minimum:
-        raise ValueError(f"{recipe}(): {name} must be at least {minimum}, got {number}; {remedy}")
+    if minimum is not None and number < minimum:  # int(): torch's compiler formats no symbol
+        raise ValueError(f"{recipe}(): {name} must be at least {minimum}, got {int(number)}; {remedy}")
     return number
 
 

@@ -211,7 +211,7 @@ CAPTURES = [
     ),
     Mutant(
         "codegen/mod/runs.py",
-        "in audited(frame.f_code).numbers",
+        "in audited(f.f_code).numbers",
         "is not None",
         named("trace") + ("tests/test_mutations.py",),
         "at every call, each value of a number is a kernel",

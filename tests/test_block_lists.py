@@ -171,6 +171,27 @@ def test_one_query_a_block(device):
     check(causal, meant(lists_of(causal), (1, 64), (70, 150)), (70, 150), device=device)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("size", [(64, 32), (1, 64), (20, 1 << 20)])
+def test_lists_stay_as_they_were_made_whatever_mask_mod_reads_later(size, compiled):
+    """Numbers and tensors that it captures are others: full and empty blocks are not asked again, as in torch's kernels."""
+    lag, limit = 0, torch.full((150,), 90)
+
+    def late(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx >= lag) & (kv_idx < limit[q_idx])
+
+    mask = create_block_mask(late, None, None, 150, 150, "cpu", size)
+    of_parts = create_block_mask(late, None, None, 150, 150, "cpu", size)[:, :, : -(-100 // size[0])]
+    lag, limit[:] = 40, torch.arange(150) // 2 + 30
+    with torch.compiler.set_stance("default" if compiled else "force_eager"):
+        attend = torch.compile(lambda q, k: flex_attention(q, k, k, block_mask=mask), backend="aot_eager", fullgraph=True)
+        q, k = torch.randn(2, 1, 2, 150, 16)
+        wanted = dense_attention(q, k, k, None, meant(lists_of(mask), size, (150, 150), late))[0]
+        torch.testing.assert_close(attend(q, k), wanted.float(), rtol=1e-3, atol=1e-5)
+    rows = of_parts.seq_lengths[0]
+    check(of_parts, meant(lists_of(of_parts), size, (rows, 150), late), (rows, 150))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_captured_tensor_is_not_read_past_its_end_in_a_long_last_block(device):
     """A block of 1024 keys reaches 1023 past a sequence of one more: indices that cannot leave the tensor inside it do so there."""

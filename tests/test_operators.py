@@ -100,6 +100,16 @@ def test_an_exported_program_runs_in_another_process(tmp_path):
     subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "layer.pt2"), str(tmp_path / "expected.pt")], check=True)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "input_pos", "k_cache", "v_cache"])
+def test_a_tensor_that_is_missing_is_named(name):
+    """torch passes None for one, whatever the schema says. Caches stay as they were."""
+    caches = {"k_cache": torch.zeros(2, 48, 2, 32), "v_cache": torch.zeros(2, 48, 2, 32)}
+    given = dict(q=torch.randn(2, 3, 128), k=torch.randn(2, 3, 64), v=torch.randn(2, 3, 64), input_pos=torch.tensor([4, 20]).int())
+    with pytest.raises(TypeError, match=f"^{name} must be a tensor, got None"):
+        OPS.mha_with_cache(**{**given, **caches, name: None})
+    assert not any(cache.any() for cache in caches.values())
+
+
 def test_a_damaged_program_is_refused():
     graph, _ = bind(mods.sliding_window(3), "mask")
     good = json.loads(text_of(graph))

@@ -290,11 +290,50 @@ def test_another_length_of_vectors_is_another_kernel_and_other_tensors_are_not()
         ("score + place[q_idx, [True, False, True]].sum()", r"an index of \[True, False, True\]"),
         ("score + place[q_idx, torch.tensor([1, 0, 1], dtype=torch.uint8)].sum()", "an index of torch.uint8, which torch takes for a mask"),
         ("score + table[[0, 1], q_idx, [0, 1, 2]].sum()", "torch refuses an index: shape mismatch"),
+        ("score + torch.dot(place[q_idx], place[kv_idx].half())", r"a product of torch.float32 and torch.float16"),
+        ("score + place[q_idx] @ place[kv_idx].int()", r"a product of torch.float32 and torch.int32"),
+        ("score + torch.inner(place[q_idx], place[kv_idx].half())", r"a product of torch.float32 and torch.float16"),
+        ("score + torch.einsum('i,i->', place[q_idx], place[kv_idx].half())", "an einsum that sums products of torch.float32 and"),
+        ("score + torch.linalg.cross(place[q_idx], place[kv_idx].half()).sum()", "cross of torch.float32 and torch.float16"),
+        ("score + torch.linalg.vecdot(place[q_idx], place[kv_idx].half())", "vecdot of torch.float32 and torch.float16"),
+        ("score + torch.dot(table[:, q_idx], table[:, q_idx]).sum()", r"dot of shapes \(\d+, 4\) and \(\d+, 4\)"),
+        ("score + torch.mv(table[:, q_idx], table[:, q_idx]).sum()", "mv of shapes"),
+        ("score + torch.mm(table[:, q_idx], table[0, q_idx]).sum()", "mm of shapes"),
+        ("score + torch.outer(table[:, q_idx], place[q_idx]).sum()", "outer of shapes"),
+        ("score + table[:, q_idx].amax((0, -2)).sum()", r"amax with dim=\(0, -2\), a dimension twice"),
+        ("score + (place[q_idx].int() ** -1).sum()", "an integer to a negative power"),
     ],
 )
 def test_what_is_refused(expression, message):
     with pytest.raises(ModError, match=f"(?s){message}.*File"):
         bind(mod_of(expression, long=torch.randn(50, 65), **captured("cpu")), "score")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_element_is_a_scalar(device):
+    """A learned number is often of shape (1,), and torch's compiled kernels take what it makes of a score."""
+    q, k, v = torch.randn(3, 1, 1, 20, 16, device=device, generator=torch.Generator(device).manual_seed(0)).unbind()
+    weight, bias, row = (torch.rand(shape, device=device).requires_grad_() for shape in ((1,), (1, 1), (20, 1)))
+    limit = torch.full((1,), 5, device=device)
+
+    def dense(scores, mask=None):
+        return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1) @ v
+
+    scores, i = q @ k.mT / 4, torch.arange(20, device=device)
+    cases = [
+        (lambda score, b, h, m, n: score * weight, scores * weight),
+        (lambda score, b, h, m, n: score + bias * (m - n), scores + bias * (i[:, None] - i)),
+        (lambda score, b, h, m, n: torch.where(m >= n, row[n], score), torch.where(i[:, None] >= i, row[:, 0], scores)),
+        (lambda score, b, h, m, n: row[n], row[:, 0].expand(20, 20)),
+    ]
+    for mod, expected in cases:
+        outs = flex_attention(q, k, v, mod), dense(expected)
+        torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+        found, wanted = (torch.autograd.grad(out.square().sum(), (weight, bias, row), allow_unused=True) for out in outs)
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+    near = create_block_mask(lambda b, h, m, n: m - n < limit, None, None, 20, 20, device)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=near), dense(scores, i[:, None] - i < 5), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

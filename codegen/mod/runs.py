@@ -217,11 +217,11 @@ class EagerRun(TracingRun):
         self.numbers.append(value)
         return self._scalar(len(self.numbers), value, name)
 
-    def _stands_in_code(self, value) -> bool:
+    def _stands_in_code(self, value) -> bool:  # the user's, or ours, which may do it element by element
         frame = sys._getframe(1)
         while frame is not None and (frame.f_code.co_filename in _MACHINERY or frame.f_code.co_filename.startswith(_TORCH)):
             frame = frame.f_back
-        return frame is not None and (type(value), repr(value)) in audited(frame.f_code).numbers
+        return any(f and (type(value), repr(value)) in audited(f.f_code).numbers for f in (frame, super().user_frame()))
 
     def host(self, function, args: tuple, kwargs: dict, name: str):
         with self.reading(function, args, kwargs):

@@ -32,6 +32,7 @@ from .randomness import Search, refused, title
 from .runs import EagerRun, ReplayedRun, TracingRun, is_machinery, line_of, run_mod
 from .stand_ins import is_stand_in
 from .symbols import Sym, TensorView, Vector
+from .vectors import as_vector
 
 _SIGNATURES = {"score": f"score_mod({', '.join(SCORE_SYMBOLS)})", "mask": f"mask_mod({', '.join(MASK_SYMBOLS)})"}
 
@@ -216,7 +217,7 @@ def _line_of(error: Exception) -> SourceLine | None:
 
 
 def _checked_result(result, run: TracingRun, mod) -> Expr:
-    where = run.kind + "_mod"
+    where, result = run.kind + "_mod", _of_one_element(result)
     if not _may_be_scalar(result):
         got = "nothing (a `return` is missing)" if result is None else f"a {type(result).__name__}"
         raise _result_error(run, mod, f"returns {got}", f"Return one scalar from {where}.")
@@ -244,6 +245,13 @@ def _checked_result(result, run: TracingRun, mod) -> Expr:
             expr.source,
         )
     return expr
+
+
+def _of_one_element(result):
+    """The element of a tensor that has one, as a product with a parameter of shape (1,) does; other results as they are."""
+    if type(result) is not TensorView and not isinstance(result, (Vector, torch.Tensor)) or result.ndim == 0 or result.numel() != 1:
+        return result
+    return as_vector(result).items[0]
 
 
 def _may_be_scalar(result) -> bool:

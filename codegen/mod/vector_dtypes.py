@@ -17,6 +17,14 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
+def check_one_dtype(name: str, *values) -> None:
+    """ModError for operands of several dtypes, which torch's products refuse."""
+    dtypes = list(dict.fromkeys(as_vector(value).dtype for value in values))
+    if len(dtypes) > 1:
+        said = " and ".join(map(str, dtypes))
+        raise running().error(f"{name} of {said}", "Its operands must have one dtype: convert them, for example with .float().")
+
+
 def rounded_once(count: int = 1) -> Callable:
     """For a function of vectors that is made of reductions: half precision is float32 until the result, which gets the common dtype of the
     first `count` arguments."""

@@ -13,20 +13,36 @@ from .errors import call_problem
 from .long_dots import promised, same_where_seen
 from .lookups import LOOKUPS
 from .symbols import Sym, TensorView, Vector
-from .vector_dtypes import of_floats, rounded_once, summed_in
+from .vector_dtypes import check_one_dtype, of_floats, rounded_once, summed_in
 from .vector_moves import JOINS, MOVES, moved
 from .vector_statistics import STATISTICAL, STATISTICS, extreme, power
 from .vectors import REDUCTIONS, apply_to_elements, as_vector, is_vector, pinned_all, reduced
+
+
+def _product(name: str, *ndims: int):
+    """A product of matrices of these numbers of dimensions."""
+
+    def product(a, b):
+        a, b = as_vector(a), as_vector(b)
+        if (a.ndim, b.ndim) != ndims:
+            words = " and ".join(f"{n}-D" for n in ndims)
+            raise running().error(
+                f"{name} of shapes {tuple(a.shape)} and {tuple(b.shape)}", f"It takes {words}; torch.matmul takes others."
+            )
+        return _matmul(a, b)
+
+    return product
 
 
 def _matmul(a, b):
     a, b = as_vector(a), as_vector(b)
     if not (type(a) is type(b) is Vector):
         raise running().error("a product of matrices with a scalar", "Write * for a product with a number.")
+    check_one_dtype("a product", a, b)
     inner = a.shape[-1], b.shape[-2 if b.ndim > 1 else 0]
     if inner[0] != inner[1]:
         raise running().error(f"a product of shapes {tuple(a.shape)} and {tuple(b.shape)}", "The inner sizes must be equal.")
-    given = torch.promote_types(a.dtype, b.dtype)
+    given = a.dtype
     if given == torch.bool:
         raise running().error("a product of matrices of bools", "Write .int() first.")
     wide = summed_in(given)  # integers stay in their dtype, and wrap around
@@ -40,8 +56,13 @@ def _matmul(a, b):
     return found.to(given)
 
 
-@rounded_once(2)
 def _vecdot(a, b, *, dim=-1):
+    check_one_dtype("vecdot", a, b)
+    return _summed_products(a, b, dim)
+
+
+@rounded_once(2)
+def _summed_products(a, b, dim):
     return (of_floats("vecdot", a) * of_floats("vecdot", b)).sum(dim)
 
 
@@ -51,17 +72,26 @@ def _inner(a, b):
 
 
 def _outer(a, b):
-    return as_vector(a).unsqueeze(-1) * b
+    a, b = as_vector(a), as_vector(b)
+    if not a.ndim == b.ndim == 1:
+        raise running().error(f"outer of shapes {tuple(a.shape)} and {tuple(b.shape)}", "Both must be 1-D.")
+    return a.unsqueeze(-1) * b
+
+
+def _linear(x, weight, bias=None):
+    check_one_dtype("linear", x, weight, *(() if bias is None else (bias,)))
+    return _turned(x, weight, bias)
 
 
 @rounded_once()
-def _linear(x, weight, bias=None):
+def _turned(x, weight, bias):
     found = _inner(x, weight)
     return found if bias is None else found + bias
 
 
 def _cross(a, b, *, dim=-1):
     a, b = as_vector(a), as_vector(b)
+    check_one_dtype("cross", a, b)
     if not (tuple(a.shape) == tuple(b.shape) == (3,)) or dim not in (-1, 0, None):
         raise running().error(f"cross of shapes {tuple(a.shape)} and {tuple(b.shape)}", "Both must be vectors of 3 elements.")
     return torch.stack([a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]])
@@ -107,8 +137,13 @@ def _pairwise_distance(a, b, p=2.0, eps=1e-6, keepdim=False):
     return _norm(as_vector(a) - b + eps, p, -1, keepdim)
 
 
-@rounded_once(2)
 def _cdist(a, b, p=2.0, compute_mode=None):
+    check_one_dtype("cdist", a, b)
+    return _distances(a, b, p)
+
+
+@rounded_once(2)
+def _distances(a, b, p):
     return _norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
 
 
@@ -138,7 +173,8 @@ _METHODS = {  # of tensors, by name; torch has those of the same names, too
     **{name: _reduction(name) for name in REDUCTIONS},
     **{name: _move(name) for name in MOVES},
     **STATISTICS,
-    **dict.fromkeys(("matmul", "__matmul__", "mv", "mm", "bmm", "dot", "vdot"), _matmul),
+    **dict.fromkeys(("matmul", "__matmul__"), _matmul),
+    **{name: _product(name, *ndims) for name, *ndims in (("dot", 1, 1), ("vdot", 1, 1), ("mv", 2, 1), ("mm", 2, 2), ("bmm", 3, 3))},
     **{"vecdot": _vecdot, "inner": _inner, "outer": _outer, "ger": _outer, "cross": _cross, "norm": _norm, "dist": _dist, "cdist": _cdist},
 }
 FUNCTIONS = {  # and their names, for vectors, which have them as methods

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from .current import running
 from .symbols import Sym, Vector
-from .vector_dtypes import of_floats, rounded_once, summed_in
+from .vector_dtypes import check_one_dtype, of_floats, rounded_once, summed_in
 from .vectors import as_vector, pinned_all, reduced
 
 
@@ -171,6 +171,8 @@ def einsum(equation, *operands):
     for term, x in zip(terms, operands, strict=True):
         if len(set(term)) < len(term) or len(term) != getattr(x, "ndim", 0):
             raise running().error(f"einsum's {term!r} of a shape {tuple(x.shape)}", "Write another letter for every dimension.")
+    if any(left.count(c) > 1 and c not in result for c in letters):
+        check_one_dtype("an einsum that sums products", *operands)
     return _contracted(*operands, terms=terms, result=result)
 
 

@@ -156,7 +156,9 @@ def reduced(name: str, vector, dim=None, keepdim: bool = False, *, dtype: torch.
         return _joined(name, [vector], dtype)
     if not all(-vector.ndim <= d < vector.ndim for d in dims):
         raise running().error(f"{name} with dim={dim} of a tensor of shape {tuple(vector.shape)}", "It has no such dimension.")
-    dims = sorted({d % vector.ndim for d in dims})
+    dims = sorted(d % vector.ndim for d in dims)
+    if len(set(dims)) < len(dims):
+        raise running().error(f"{name} with dim={dim}, a dimension twice", "Name each dimension once.")
     if name == "sum" and vector.rows:
         found = vector.rows[0].dot(vector.rows[1:], vector.dtype)
         if found is not None:

@@ -36,6 +36,7 @@ from flexpress.flash_attn.kvcache import attend_pages, flash_attn_with_kvcache
 from flexpress.flash_attn.meaning import mask_mod_of, placed_by_sequence, placed_last, read_options, same_place, score_mod_of
 from flexpress.in_graph import compilable
 from flexpress.packed_checks import check_packed
+from flexpress.scales import softmax_scale_of
 from flexpress.varlen import varlen_attention
 
 __all__ = [
@@ -236,7 +237,7 @@ def _attend(q, k, v, meaning: tuple, softmax_scale, deterministic, return_attn_p
     out, lse = flex_attention(
         *(t.transpose(1, 2) for t in (q, k, v)),
         score_mod_of(options, place, one_query),
-        scale=softmax_scale,
+        scale=softmax_scale_of(softmax_scale),
         enable_gqa=True,
         return_lse=True,
         mask_mod=mask_mod_of(options, place, one_query),
@@ -266,7 +267,7 @@ def _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning: tuple, softmax_
         *(q, k, v, cu_seqlens_q, None if shared else cu_seqlens_k),
         score_mod_of(options, place, False),
         mask_mod_of(options, place, False),
-        scale=softmax_scale,
+        scale=softmax_scale_of(softmax_scale),
         return_lse=True,
         deterministic=deterministic,
         sinks=sinks,

@@ -18,6 +18,7 @@ from flexpress.in_graph import compilable
 from flexpress.kv_cache import update_cache
 from flexpress.packed_checks import check_cu_seqlens
 from flexpress.rope import rotated
+from flexpress.scales import softmax_scale_of
 
 COPIED_FROM = {"cuda": 512, "cpu": sys.maxsize}  # queries of a sequence, beside which a copy of the keys behind left padding is little
 
@@ -129,7 +130,7 @@ def _meaning(options: Options, one_query: bool, softmax_scale, sinks) -> dict[st
     return {
         "score_mod": score_mod_of(options, same_place, one_query),
         "mask_mod": cache_mask_mod_of(options, one_query),
-        "scale": softmax_scale,
+        "scale": softmax_scale_of(softmax_scale),
         "check": False,  # done
         "sinks": sinks,
     }
