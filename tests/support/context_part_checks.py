@@ -245,20 +245,18 @@ def dropout_of_the_whole():
 
 @check(4)
 def a_seed_that_is_drawn_is_that_of_all_ranks():
-    """Also where the ranks of DTensors are none of the plan's."""
+    """The first one's, also where the ranks of DTensors are none of the plan's."""
     mesh = meshes("context", "tp")
     plan = ContextPlan(mesh["context"], 256, mask_mod=mods.causal, device=here())
-    torch.manual_seed(dist.get_rank())
     whole = [torch.randn(1, 2, 256, 16, generator=torch.Generator().manual_seed(i)).to(here()) for i in range(3)]
+    torch.manual_seed(0)
+    alone = flex_attention(*whole, mask_mod=mods.causal, dropout_p=0.3)
     for over, placements, local in ((mesh, [Shard(2), Shard(1)], False), (mesh["tp"], [Shard(1)], True)):
         given = [plan.shard(t) if local else in_order(plan, t) for t in whole]
         given = [distribute_tensor(t, over, placements, src_data_rank=None) for t in given]
+        torch.manual_seed(dist.get_rank())
         out = flex_attention(*given, context=plan, dropout_p=0.3).full_tensor()
-        found = plan.unshard(out) if local else out[:, :, plan.order.argsort()]
-        alike = [torch.empty_like(found) for _ in range(4)]
-        dist.all_gather(alike, found)
-        kept = (found != flex_attention(*whole, mask_mod=mods.causal)).any(-1)
-        assert all(torch.equal(other, found) for other in alike) and kept.float().mean() > 0.9
+        torch.testing.assert_close(plan.unshard(out) if local else out[:, :, plan.order.argsort()], alone)
 
 
 def compare_sinks(placements, of_sinks, names=("context",), sums=True):
