@@ -890,6 +890,7 @@ DROPOUT = [
         "return of_queries[:, : len(self.plan.position_ids)].contiguous(),",
         named("context_parts", "dropout"),
         "packed queries of a rank drop what the first ones of all do",
+        ends="time-out",  # ranks wait for one that has failed
     ),
     Mutant(
         "templates/_dropout.jinja",

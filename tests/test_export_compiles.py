@@ -66,8 +66,9 @@ def test_attention_with_gradients_compiles(written, tmp_path, target):
     assert ("desc_k.load" in text) == (target in ("sm_90", "sm_100"))
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_sinks_compile(written, tmp_path, target):
+    """On two: a file's kernels are for each target what they are above, and what sinks add is the same for all."""
     q, k, v = meta((2, 64, 500, 64), (2, 8, 500, 64), (2, 8, 500, 64))
     sinks = torch.zeros(64, device="meta", dtype=torch.bfloat16, requires_grad=True)
     export(q, k, v, mask_mod=sliding_window(128), sinks=sinks, enable_gqa=True, target=target, path=tmp_path / "exported.py")

@@ -130,8 +130,14 @@ def scaled(factor):
     }
 
 
-@pytest.mark.parametrize("backend", ["CPP", "PORTABLE"])
-@pytest.mark.parametrize("form", scaled(1.0))
+BACKENDS = ("PORTABLE", "CPP")  # in turn: what a file computes of its arguments is the same text for both
+
+
+def in_turn(cases) -> list[tuple[str, str]]:
+    return [(case, BACKENDS[number % 2]) for number, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("form, backend", in_turn(scaled(1.0)))
 def test_what_is_made_of_a_number_follows_it(in_cpp, tmp_path, form, backend):
     """The file takes the user's own capture, and computes what the mod makes of it."""
     q, k, v = tensors("cpu", Z=1, Hq=2, Hkv=2, Q_LEN=LENGTH, KV_LEN=LENGTH, D=16)
@@ -173,8 +179,7 @@ MADE = {  # what makes a mod, with what, and with what else; what the file takes
 }
 
 
-@pytest.mark.parametrize("backend", ["CPP", "PORTABLE"])
-@pytest.mark.parametrize("case", MADE)
+@pytest.mark.parametrize("case, backend", in_turn(MADE))
 def test_a_file_is_called_as_the_mod_is_made(in_cpp, tmp_path, case, backend):
     """With other arguments it computes what the mod computes that is made of these."""
     make, example, other, *names = MADE[case]

@@ -32,7 +32,7 @@ def compared(module, q, k, v, sinks, captured: dict, tolerance: float, scale=Non
             assert relative_error(mine, theirs) <= tolerance and mine.dtype == theirs.dtype
 
 
-@pytest.mark.parametrize("scale, learned", [(0.2, True), (-0.3, True), (-0.3, False)])
+@pytest.mark.parametrize("scale, learned", [(0.2, False), (-0.3, True)])
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_computes_what_the_library_does(tmp_path, device, scale, learned):
     """With mods, tails, a sink of -inf and one above all scores; a negative scale, of which the backward pass needs the sinks' scores."""

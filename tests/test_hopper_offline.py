@@ -21,7 +21,7 @@ from flexpress.codegen.text.render import render
 from flexpress.recipes import make
 from flexpress.recorded import graph_and_values
 from support.assembly import assert_packed_as_read
-from support.tritons import PINNED, chosen, features, last_stage, my_turn
+from support.tritons import PINNED, chosen, features, last_stage
 
 FLOAT8 = dict(dtype="float8_e4m3fn", extras=Extras(scales="qkv", out="bfloat16"))
 MLA = dict(head_dim=192, head_dim_v=128)
@@ -187,8 +187,9 @@ def test_warnings_of_the_assembler_are_seen():
 
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_every_kind_of_snippet_compiles(name, every_kernel):
+    """What Gluon refuses shows before LLVM."""
     kernel = hopper_compilation("sm_90", *SNIPPETS[name], head_dim=64)
-    assert kernel.compile(None if every_kernel or my_turn(list(SNIPPETS).index(name)) else "ttgir").warnings == ()
+    assert kernel.compile(None if every_kernel else "ttgir").warnings == ()
 
 
 def test_arguments_of_tiles_that_begin_where_a_tensor_says():
@@ -371,7 +372,7 @@ def test_many_heads_are_worked_on_where_long_rows_lie_anywhere(tiles, kv_bytes, 
         (True, 128, "bfloat16", "bfloat16", "plain", 0),
         (False, 128, "bfloat16", "float32", "causal", 24),
         (False, 64, "float16", "float16", "causal", 24),
-        (True, 64, "bfloat16", "float32", "plain", 8),
+        (False, 64, "bfloat16", "float32", "plain", 8),
     ],
 )
 def test_elements_of_every_score(to_the_end, head_dim, dtype, of_bias, recipe, spilled, every_kernel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from fnmatch import fnmatchcase as fnmatch
@@ -31,6 +32,12 @@ BELOW["flexpress"] |= {"flexpress/flash_attn", "flexpress/distributed"}
 FILES = {path.relative_to(ROOT): path for folder in BELOW for path in (ROOT / folder).glob("*.py")}
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """A file, parsed once for all tests."""
+    return ast.parse(FILES[path].read_text(encoding="utf-8"))
+
+
 def place_of(name: str) -> Path | None:
     """The file of a module `flexpress.x.y`, None if it is no module."""
     parts = name.split(".")[1:]
@@ -43,7 +50,7 @@ def imports_of(path: Path) -> set[Path]:
     """The files that a file imports, whether at once or inside a function."""
     folders = path.parts[:-1]
     home, found = ".".join(folders if folders[0] == "flexpress" else ("flexpress", *folders)), set()
-    for node in ast.walk(ast.parse(FILES[path].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -116,7 +123,7 @@ def test_no_operation_is_named_outside_the_op_table(path):
     """Whoever treats some operations otherwise asks for a trait of their rows."""
     named = {
         node.value
-        for node in ast.walk(ast.parse(FILES[path].read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in OPS
     }
     assert named <= OTHER_NAMES.get(path, set())
@@ -129,7 +136,7 @@ def test_mods_are_bound_for_the_device_of_a_call():
     """A mod may ask for it: a call that binds a mod without it takes what mods say of another device, or of none."""
     without = Counter()
     for path in (path for path in FILES if path.parts[0] == "flexpress"):
-        for node in ast.walk(ast.parse(FILES[path].read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("bind", "bind_with_origins"):
                 without[str(path)] += len(node.args) + len(node.keywords) < 3
     assert {path: count for path, count in without.items() if count} == NO_CALL
@@ -155,7 +162,7 @@ def too_long(path: Path) -> list[str]:
     """What of a file is longer than a reader should have to hold in mind: itself, and functions but for docstrings."""
     text = FILES[path].read_text(encoding="utf-8")
     lengths = [(str(path), len(text.splitlines()), LONGEST_MODULE)]
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[0] if ast.get_docstring(node) is None or len(node.body) == 1 else node.body[1]
             described = first.lineno - node.body[0].lineno
@@ -165,8 +172,7 @@ def too_long(path: Path) -> list[str]:
 
 def test_nothing_is_asserted():
     """`python -O` leaves assertions out, with whatever they do."""
-    trees = {str(path): ast.parse(file.read_text(encoding="utf-8")) for path, file in FILES.items()}
-    assert not {path for path, tree in trees.items() if any(isinstance(node, ast.Assert) for node in ast.walk(tree))}
+    assert not [path for path in FILES if any(isinstance(node, ast.Assert) for node in ast.walk(tree_of(path)))]
 
 
 @pytest.mark.parametrize("path", sorted(FILES), ids=str)
@@ -197,7 +203,7 @@ PROGRAMS = ("flexpress/cli.py", "flexpress/demo.py", "flexpress/recipes.py")  # 
 def test_tensors_are_made_on_a_device_that_is_named(path):
     """torch's default device and dtype are the user's: a kernel's own memory on another device ends the process, and of another dtype it is
     read as what it is not."""
-    for node in ast.walk(ast.parse(FILES[path].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if not isinstance(node, ast.Call) or ast.unparse(node.func) not in {f"torch.{name}" for name in MAKERS}:
             continue
         named = {k.arg for k in node.keywords}

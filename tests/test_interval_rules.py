@@ -140,7 +140,7 @@ def test_row(name):
 
 @pytest.mark.parametrize("source", (torch.int64, *FLOATS), ids=str)
 def test_casts(source):
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(st.sampled_from((torch.bool, *INTEGERS, *FLOATS)), spans(source), st.integers(0, 99))
     def run(target, ends, seed):
         Row(target, (source,), {}).check([ends], seed)
