@@ -2345,11 +2345,7 @@ VARIOUS = [
         "products of two dtypes are computed",
     ),
     Mutant(
-        "codegen/mod/vectors.py",
-        "if len(set(dims)) < len(dims):",
-        "if False:",
-        named("vectors", "refused"),
-        "a dimension is reduced twice",
+        "codegen/mod/vectors.py", "if len(set(dims)) < len(dims):", "if False:", named("vectors", "refused"), "a dimension is reduced twice"
     ),
     Mutant(
         "flexpress/custom_ops.py",
