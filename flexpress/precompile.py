@@ -20,6 +20,7 @@ from flexpress.float8 import quantised
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_call import check_no_block_mask, packed_call
 from flexpress.plain_arguments import device_or_default, flag
+from flexpress.return_aux import AuxRequest, asked_for
 from flexpress.shared_prefix import SharedPrefix
 
 from .codegen.compiling import runs_uncompiled
@@ -31,6 +32,7 @@ from .codegen.run import forward as forward_pass
 from .codegen.run.call import Bound, for_backward
 from .codegen.run.captured import all_apart
 from .codegen.run.meanwhile import waiting
+from .codegen.run.statistics import statistics
 
 
 class Precompiled(NamedTuple):
@@ -54,6 +56,7 @@ def precompile(
     mask_mod: MaskMod | None = None,
     backward: bool = False,
     max_scores: bool = False,
+    return_aux: torchs.AuxRequest | AuxRequest | None = None,
     deterministic: bool = False,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
@@ -79,6 +82,7 @@ def precompile(
     backward            as for tensors that want gradients: the forward kernel that keeps what a backward pass needs, and that pass, for
                         captured tensors with requires_grad, too. Without it: the kernel of a call without gradients
     max_scores          as for return_aux=AuxRequest(max_scores=True)
+    return_aux          what the call asks for. Kernels of the gradients of its statistics are not compiled
     cu_seqlens_q, cu_seqlens_k   tensors on the device: the call is one of varlen_attention, with shapes (total, H, D)
     sinks               a tensor, or a shape (Hq,), which has `dtype` and wants a gradient with backward
     dropout_p           any number from 0 to 1: only whether it is 0 changes a kernel
@@ -95,6 +99,7 @@ def precompile(
         return _side_by_side(query)
     device = _device_of(query, (getattr(block_mask, "kv_num_blocks", None), cu_seqlens_q), device)
     backward, max_scores = flag("backward", backward), flag("max_scores", max_scores)
+    asked_max, wanted = asked_for(return_aux, False)
     enable_gqa, deterministic = flag("enable_gqa", enable_gqa), flag("deterministic", deterministic)
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("key", key), ("value", value))]
     check_values("precompile", query=tensors[0], key=tensors[1], value=tensors[2])
@@ -113,7 +118,9 @@ def precompile(
             else:
                 call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, **extras)
         with torch.no_grad():
-            _prepare(call, backward, max_scores, deterministic or torch.are_deterministic_algorithms_enabled())
+            _prepare(call, backward, max_scores or asked_max, deterministic or torch.are_deterministic_algorithms_enabled())
+            if any(wanted):
+                statistics(call, wanted, launches=False)
     return _compiled_since(before)
 
 

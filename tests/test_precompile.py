@@ -92,6 +92,42 @@ def test_results_are_right_afterwards_and_examples_are_not_written(device):
     assert all(relative_error(*pair) < 2e-6 for pair in ((out, expected), (aux.lse, lse), (aux.max_scores, largest)))
 
 
+LOOKS = [AuxRequest(entropy=True, top_index=True), AuxRequest(lse=True, column_sums=True), AuxRequest(max_scores=True, entropy=True)]
+
+
+def check_statistics(device: str, request: AuxRequest, backward: bool, packed: bool) -> None:
+    """A call that looks at the probabilities compiles nothing either, and gives what is asked for."""
+    slopes, ends = torch.rand(2, device=device), torch.tensor([0, 13, 40], dtype=torch.int32, device=device)
+    shape, more = ((40, 2, 16), {"cu_seqlens_q": ends}) if packed else (SHAPE, {})
+    call = {"score_mod": mods.alibi(slopes), "mask_mod": mods.causal}
+    made = precompile(*[shape] * 3, **call, **more, return_aux=request, backward=backward, dtype=torch.float32, device=device)
+    assert any("rows" in kernel.path.name or "statistics" in kernel.path.name for kernel in made)
+    q, k, v = torch.randn(3, *shape, device=device).unbind()
+    q.requires_grad_(backward)
+
+    def attend():
+        run = varlen_attention if packed else flex_attention
+        return run(q, k, v, **more, **call, return_aux=request)[1]
+
+    assert costs(attend) == (0, 0) and costs(attend) == (0, 0)
+    aux = attend()
+    assert [getattr(aux, name) is not None for name in request._fields] == list(request)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("request_of", LOOKS, ids=["rows", "columns", "both"])
+def test_statistics(request_of, backward, device):
+    check_statistics(device, request_of, backward, packed=False)
+    check_statistics(device, request_of, backward, packed=True)
+
+
+def test_statistics_in_cpp(monkeypatch):
+    monkeypatch.setenv("FLEXPRESS_CPU", "cpp")
+    monkeypatch.setenv("FLEXPRESS_CXXFLAGS", "-O1")
+    check_statistics("cpu", AuxRequest(entropy=True, column_sums=True), True, packed=False)
+
+
 def test_no_attention_kernel_runs(monkeypatch):
     """But those that make block lists do."""
     ran = []
@@ -100,6 +136,8 @@ def test_no_attention_kernel_runs(monkeypatch):
     assert ran == ["block_lists", "block_lists"]
     ran.clear()
     precompile((1, 2, 1, 16), (1, 2, 900, 16), (1, 2, 900, 16), dtype=torch.float32, device="cpu")
+    assert ran == []
+    precompile(SHAPE, SHAPE, SHAPE, return_aux=AuxRequest(entropy=True, column_sums=True), dtype=torch.float32, device="cpu")
     assert ran == []
 
 

@@ -60,7 +60,7 @@ class Launch:
     @property
     def is_launched(self) -> bool:
         """False where the kernel is only compiled (launch_nothing)."""
-        return not isinstance(self.kernel, _Unlaunched)
+        return not isinstance(self.kernel, Unlaunched)
 
     def arguments(self, tensors: dict[str, torch.Tensor], captured: Iterable, constants: dict[str, int]) -> list:
         """In the order of the kernel's parameters, without constants."""
@@ -154,7 +154,7 @@ class Launch:
         return again
 
 
-class _Unlaunched:
+class Unlaunched:
     """A kernel that is compiled where it would be launched."""
 
     def __init__(self, kernel: Kernel) -> None:
@@ -180,7 +180,7 @@ class _Unlaunched:
 def launch_nothing(launches: Iterable[Launch]) -> None:
     """Have kernels compiled where they would be launched. Nobody else may have them yet."""
     for launch in launches:
-        launch.kernel = _Unlaunched(launch.kernel)
+        launch.kernel = Unlaunched(launch.kernel)
 
 
 class _Begun:

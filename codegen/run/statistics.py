@@ -23,7 +23,7 @@ from ..text.mod_text import mod_values
 from .block_lists import BlockLists, tiles_of
 from .call import Bound, keys_of, structure_of
 from .cpu_decode import in_elements
-from .launch import Launch, launch_fitting
+from .launch import Launch, Unlaunched, launch_fitting, launch_nothing
 from .layouts import strides_like
 from .masks import automatic_lists
 from .profiled import in_range, is_profiled, names_of
@@ -56,8 +56,9 @@ _passes: dict[tuple, _Pass] = Table("passes over probabilities", 256)
 _plans: dict[tuple, CpuPlan] = Table("plans of passes over probabilities in C++", 256)
 
 
-def statistics(bound: Bound, wanted: Wanted) -> Statistics:
-    """What is wanted of a call's probabilities: by one pass over K, and for column sums one more over Q."""
+def statistics(bound: Bound, wanted: Wanted, *, launches: bool = True) -> Statistics:
+    """What is wanted of a call's probabilities: by one pass over K, and for column sums one more over Q. launches: else kernels are
+    compiled, and nothing is computed."""
     (Z, Hq, Q_LEN, KV_LEN), device = bound.inputs.extents, bound.q.device
     bound = _with_even_blocks(bound)
     found = Statistics(
@@ -78,7 +79,7 @@ def statistics(bound: Bound, wanted: Wanted) -> Statistics:
         "SINKS": bound.extras and bound.extras.sinks,
     }
     run = _by_either if not is_profiled() else in_range(_by_either, "statistics", names_of(bound.score, bound.mask))
-    run(bound, wanted, {name: t for name, t in named.items() if t is not None})
+    run(bound, wanted, {name: t for name, t in named.items() if t is not None}, launches)
     return found
 
 
@@ -91,12 +92,12 @@ def _with_even_blocks(bound: Bound) -> Bound:
     return bound._replace(lists=make(bound.mask), transposed=partial(make, transposed=True))
 
 
-def _by_either(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:
+def _by_either(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor], launches: bool) -> None:
     device, named = bound.q.device, bound.options.backend
-    by_either(lambda in_cpp: (_run_in_cpp if in_cpp else _run)(bound, wanted, tensors), device, named)
+    by_either(lambda in_cpp: (_run_in_cpp if in_cpp else _run)(bound, wanted, tensors, launches), device, named)
 
 
-def _run_in_cpp(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:
+def _run_in_cpp(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor], launches: bool) -> None:
     """As `_run`, in one pass over tiles that looks at rows and then at columns."""
     lists, (Z, Hq, Q_LEN, KV_LEN) = bound.lists, bound.inputs.extents
     case, geometry = case_of((bound.q, bound.k), lists and lists.blocks, bound.options, wanted, structure_of(bound.extras))
@@ -111,19 +112,22 @@ def _run_in_cpp(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) 
     captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
     values = mod_values(plan, bound.score and bound.score[1], bound.mask and bound.mask[1])
     given = {**tensors, "SUMS": sums, **sizes, **scales(bound.scale, True), **dict(zip(captured, values, strict=True))}
-    kernel_for(plan.spec, CppKernel).call({**given, **({**lists.tensors(), **lists.numbers()} if lists else {})})
-    if sums is not None:
+    kernel = kernel_for(plan.spec, CppKernel)
+    (kernel if launches else Unlaunched(kernel)).call({**given, **({**lists.tensors(), **lists.numbers()} if lists else {})})
+    if launches and sums is not None:
         torch.sum(sums, 0, out=tensors["SUMS"])
 
 
-def _run(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:
+def _run(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor], launches: bool) -> None:
     """Fill the outputs among `tensors`, which have the names of parameters."""
     Z, Hq, Q_LEN, KV_LEN = bound.inputs.extents
     walks = [("kv", bound.lists)]
     if wanted.column_sums:
         walks.append(("q", bound.transposed(bound.mask) if bound.transposed else None))
     for axis, lists in walks:
-        found = _pass_over(axis, bound, wanted, lists)
+        found = _pass_over(axis, bound, wanted, lists) if launches else _new_pass(axis, bound, wanted, lists)
+        if not launches:
+            launch_nothing([found.launch])
         given = {**tensors, **(lists.tensors(axis) if lists else {})}
         captured = mod_values(found.plan, bound.score and bound.score[1], bound.mask and bound.mask[1])
 
@@ -136,19 +140,22 @@ def _run(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None
 
 def _pass_over(axis: str, bound: Bound, wanted: Wanted, lists: BlockLists | None) -> _Pass:
     """The kernel that walks keys ("kv") or queries ("q"), and `lists` of them."""
-    q, k, inputs = bound.q, bound.k, bound.inputs
-    keys = keys_of(bound.score, bound.mask, inputs.extents, bound.lists)
-    extras = structure_of(bound.extras)
-    key = (axis, inputs, bound.scale, keys, lists and lists.structure, bound.options, wanted, extras.sinks)
+    keys, sinks = keys_of(bound.score, bound.mask, bound.inputs.extents, bound.lists), structure_of(bound.extras).sinks
+    key = (axis, bound.inputs, bound.scale, keys, lists and lists.structure, bound.options, wanted, sinks)
     found = _passes.get(key)
-    if found is not None:
+    if found is None:
+        found = _passes[key] = _new_pass(axis, bound, wanted, lists)
+    else:
         INFO.hits += 1
-        return found
-    case, geometry = case_of((q, k), bound.lists and bound.lists.blocks, bound.options, wanted, extras)
+    return found
+
+
+def _new_pass(axis: str, bound: Bound, wanted: Wanted, lists: BlockLists | None) -> _Pass:
+    q, keys = bound.q, keys_of(bound.score, bound.mask, bound.inputs.extents, bound.lists)
+    case, geometry = case_of((q, bound.k), bound.lists and bound.lists.blocks, bound.options, wanted, structure_of(bound.extras))
     plan = (plan_rows if axis == "kv" else plan_columns)(case, backend_of(q.device.type), architecture_of(q.device), *keys)
     launch = Launch(plan.spec, {**geometry.numbers, **scales(bound.scale, True), **(lists.numbers(axis) if lists else {})})
-    found = _passes[key] = _Pass(plan, launch)
-    return found
+    return _Pass(plan, launch)
 
 
 def case_of(
