@@ -200,6 +200,37 @@ def test_requests_that_never_fit():
     assert first.reason == "length"
 
 
+@pytest.mark.parametrize("prompt", [[1, 256], [1, -1], torch.tensor([1, 2]), "text"])
+def test_a_prompt_that_the_model_cannot_read(prompt):
+    """Nobody else's step fails for it, and of a run nothing is taken."""
+    server = parts.Engine(parts.Llama.random(parts.Config(), 1), num_pages=40, page_size=PAGE)
+    first = parts.Request((1, 255), 2)
+    for refused in (lambda: server.submit(parts.Request(prompt, 3)), lambda: server.run([first, parts.Request(prompt, 3)])):
+        with pytest.raises((ValueError, TypeError), match="the prompt"):
+            refused()
+    assert not server.scheduler.waiting
+    server.run(iter([first]))
+    assert first.reason == "length" and len(first.made) == 2
+
+
+@pytest.mark.parametrize("name", ["num_pages", "page_size", "max_sequences", "chunk", "max_length", "nodes", "draft"])
+def test_limits_of_an_engine(name):
+    model = parts.Llama.random(parts.Config(), 1)
+    for value in (0, -3, 2.5):
+        with pytest.raises(ValueError, match=f"{name} is {value}; it must be a "):
+            parts.Engine(model, **{"num_pages": 40, "page_size": PAGE, name: value})
+
+
+def test_what_scales_cannot_be_made_of():
+    model = parts.Llama.random(parts.Config(), 1)
+    with pytest.raises(ValueError, match="calibrate needs float8=True"):
+        parts.Engine(model, num_pages=4, page_size=PAGE).calibrate([1])
+    server = parts.Engine(model, num_pages=4, page_size=PAGE, float8=True)
+    for text in ([], [256], torch.tensor([1])):
+        with pytest.raises((ValueError, TypeError), match="the text|a text"):
+            server.calibrate(text)
+
+
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1, 1, 0), (9, 9, 9, 1, 0), (3, 40, 3, 30, 0), (5, 17, 17, 5, 5), (5, 47, 9, 33, 4), (2, 9, 1, 9, 0)]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -244,8 +245,8 @@ def test_what_is_refused():
     scheduler = Scheduler(PageAllocator(2, 4), 4, 8)
     with pytest.raises(OutOfPages, match="3 pages are needed but 2 of 2 are free"):
         scheduler.submit(Request([1, 2, 3], 7))
-    for bad in (Request([], 1), Request([1], 0), Request([1], 1, reason="length")):
-        with pytest.raises(ValueError, match="a request must have a prompt, want a token, and be new"):
+    for bad in (Request([], 1), Request([1], 1, reason="length")):
+        with pytest.raises(ValueError, match="a request must have a prompt and be new"):
             scheduler.submit(bad)
     assert not scheduler.waiting
     request = Request([1, 2, 3], 6 - 1)
@@ -253,6 +254,58 @@ def test_what_is_refused():
     scheduler.submit(Request([1, 2, 3], 6))  # its last token needs no place
     with pytest.raises(ValueError, match="and be new; got one with 3 tokens, wanted=5, .* waiting=True"):
         scheduler.submit(request)
+
+
+ARRAY = torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    "request_of, error, words",
+    [
+        (
+            lambda: Request([1, 9], 2),
+            ValueError,
+            r"token 1 of the prompt is 9, but the model's are 0 to 8: \[1, 9\]; does its tokenizer fit",
+        ),
+        (lambda: Request([-1], 2), ValueError, "token 0 of the prompt is -1"),
+        (lambda: Request(ARRAY, 2), TypeError, r"the prompt must be a list of ints, got Tensor .* pass .tolist\(\)"),
+        (lambda: Request(ARRAY.numpy(), 2), TypeError, "got ndarray"),
+        (lambda: Request("text", 2), TypeError, r"got str 'text'; .* of a text tokenizer.encode\(text\)"),
+        (lambda: Request([[1, 2]], 2), TypeError, r"got list \[\[1, 2\]\]"),
+        (lambda: Request([1.0], 2), TypeError, "got list"),
+        (lambda: Request([True], 2), TypeError, "got list"),
+        (lambda: Request([1], 2, made=[9]), ValueError, "token 0 of made is 9"),
+        (lambda: Request([1], 0), ValueError, "wanted is 0; it must be a whole number of at least 1"),
+        (lambda: Request([1], 2.0), ValueError, "wanted is 2.0; it must be"),
+        (lambda: Request([1], None), ValueError, "wanted is None; it must be"),
+        (lambda: Request([1], 2, "stop"), TypeError, "stop must be a function of the tokens made, got 'stop'"),
+        (lambda: [1, 2], TypeError, "must be a Request, got list"),
+    ],
+)
+def test_what_no_step_could_compute_is_refused(request_of, error, words):
+    """It would fail every step, of all requests."""
+    scheduler = Scheduler(PageAllocator(9, 4), 4, 8, vocab_size=9)
+    for refused in (scheduler.check, scheduler.submit):
+        with pytest.raises(error, match=words):
+            refused(request_of())
+    assert not scheduler.waiting
+
+
+def test_prompts_are_taken_as_they_are():
+    """A tuple, and numpy's ints; and what happens to the list later changes nothing."""
+    scheduler, given = Scheduler(PageAllocator(9, 4), 4, 8, vocab_size=9), [1, 8]
+    for prompt in ((1, 8), [*torch.tensor(given).numpy()], given):
+        request = Request(prompt, 2)
+        scheduler.submit(request)
+        given.append(9) if prompt is given else None
+        assert request.prompt == [1, 8] and {type(token) for token in request.prompt} == {int}
+
+
+@pytest.mark.parametrize("name", ["max_sequences", "chunk", "nodes", "max_length"])
+@pytest.mark.parametrize("value", [0, -3, 1.5, True, "4"])
+def test_limits_with_which_nothing_is_made(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be a whole number of at least "):
+        Scheduler(**{"pool": PageAllocator(9, 4), "max_sequences": 4, "chunk": 8, name: value})
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 7), st.integers(1, 3))

@@ -1,6 +1,7 @@
 """A small engine for a Llama: what a server of language models is made of. ../generate.md explains the parts, ../generate.py runs it.
 
 llama.py      the model but for attention
+checks.py     what may be asked for
 scheduler.py  which request computes which of its tokens: no tensors
 prefixes.py   which pages hold which tokens, so that equal beginnings are computed once
 drafts.py     tokens that may come next

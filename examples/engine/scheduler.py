@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from flexpress import OutOfPages, PageAllocator
 
+from .checks import token_ids, whole
 from .prefixes import Page, Prefixes
 
 Stop = Callable[[list[int]], str]  # of the tokens made so far: why the last one ends the answer, "" if it does not
@@ -31,6 +32,7 @@ def never(made: list[int]) -> str:
 class Request:
     """A prompt, how many tokens may follow it, and those that do so far.
 
+    prompt     tokens, as ints in a list or tuple; a list of its own once it is submitted
     reason     why it is done: "length", "cancelled", or what `stop` says
     sequence   its number in the PageAllocator while it runs
     cached     how many of its tokens are in the cache
@@ -100,9 +102,24 @@ def accepted(work: Work, next_tokens: list[int]) -> list[int]:
 class Scheduler:
     """Waiting and running requests, and the pages of all."""
 
-    def __init__(self, pool: PageAllocator, max_sequences: int, chunk: int, draft: Draft | None = None, nodes: int = 1) -> None:
-        """chunk: tokens of a step beyond one of each running request, for prompts and drafts. nodes: of a tree, its first one counted."""
-        self.pool, self.max_sequences, self.chunk, self.draft, self.nodes = pool, max_sequences, chunk, draft, nodes
+    def __init__(
+        self,
+        pool: PageAllocator,
+        max_sequences: int,
+        chunk: int,
+        draft: Draft | None = None,
+        nodes: int = 1,
+        vocab_size: int | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """chunk: tokens of a step beyond one of each running request, for prompts and drafts. nodes: of a tree, its first one counted.
+        vocab_size: tokens that the model has. max_length: of a request, prompt and answer. ValueError for limits with which nothing could
+        be made."""
+        self.max_sequences, self.chunk = whole("max_sequences", max_sequences, 1), whole("chunk", chunk, 1)
+        self.pool, self.draft, self.nodes, self.vocab_size = pool, draft, whole("nodes", nodes, 1), vocab_size
+        self.max_length = None if max_length is None else whole("max_length", max_length, 2)  # a token of a prompt, and one to make
+        if draft is not None and not callable(draft):
+            raise ValueError(f"draft is {draft!r}; it must be a function of a request and a number, as PromptLookup()")
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.prefixes = Prefixes()
@@ -110,17 +127,31 @@ class Scheduler:
         self.tokens_found = 0  # that nobody had to compute, as another's pages have them
 
     def submit(self, request: Request) -> None:
-        """A request waits for its turn. ValueError if there is nothing to do, OutOfPages if it needs more pages than there are."""
+        """A request waits for its turn. TypeError for what is no request, ValueError if there is nothing to do or the model does not have
+        a token, OutOfPages if it needs more pages than there are."""
         self.check(request)
+        request.prompt, request.made = token_ids("the prompt", request.prompt), token_ids("made", request.made)
         self.waiting.append(request)
 
     def check(self, request: Request) -> None:
         """Raises what `submit` would."""
+        if not isinstance(request, Request):
+            raise TypeError(f"a request must be a Request, got {type(request).__name__}; make one with Request(prompt, wanted)")
+        token_ids("the prompt", request.prompt, self.vocab_size)
+        token_ids("made", request.made, self.vocab_size)
+        whole("wanted", request.wanted, 1)
+        if not callable(request.stop):
+            raise TypeError(f"a request's stop must be a function of the tokens made, got {request.stop!r}; leave it out to end by length")
         known = request.reason or request.sequence is not None or request in self.waiting
-        if not request.prompt or request.wanted < 1 or known:
+        if not request.prompt or known:
             raise ValueError(
-                f"a request must have a prompt, want a token, and be new; got one with {len(request.prompt)} tokens, "
+                f"a request must have a prompt and be new; got one with {len(request.prompt)} tokens, "
                 f"wanted={request.wanted}, reason={request.reason!r}, sequence={request.sequence}, waiting={request in self.waiting}"
+            )
+        if self.max_length is not None and len(request.prompt) + request.wanted > self.max_length:
+            raise ValueError(
+                f"the request has {len(request.prompt)} tokens and wants {request.wanted} more, but max_length is {self.max_length}; "
+                "make an engine with a larger one"
             )
         pages = -(-(len(request.prompt) + request.wanted - 1) // self.pool.page_size)  # the last token is in no cache
         if pages > self.pool.num_pages:

@@ -9,6 +9,7 @@ import torch
 
 from flexpress import PageAllocator
 
+from .checks import token_ids, whole
 from .llama import Llama
 from .scheduler import Draft, Request, Scheduler, Work
 from .steps import Steps
@@ -43,12 +44,13 @@ class Engine:
         draft, nodes    what proposes next tokens, and how many tokens are verified at a time; by default nothing is drafted
         float8          keys and values are stored as e4m3; call `calibrate` before the first request
         graphs          CUDA graphs; by default on a GPU
+        ValueError for limits with which nothing could be made.
         """
-        self.pool = PageAllocator(num_pages, page_size)
-        self.max_length = num_pages * page_size if max_length is None else max_length
+        self.pool = PageAllocator(whole("num_pages", num_pages, 1), whole("page_size", page_size, 1))
+        self.max_length = max(2, num_pages * page_size) if max_length is None else max_length
+        self.scheduler = Scheduler(self.pool, max_sequences, chunk, draft, nodes, model.config.vocab_size, self.max_length)
         graphs = model.head.is_cuda if graphs is None else graphs
         self.tensors = Steps(model, self.pool, self.max_length, float8=float8, graphs=graphs)
-        self.scheduler = Scheduler(self.pool, max_sequences, chunk, draft, nodes)
         self.limits = max_sequences, chunk, nodes if draft else 0
         self.forget()
 
@@ -66,13 +68,15 @@ class Engine:
         self.steps = self.steps_waited = self.peak_pages = self.drafted = self.accepted = 0
 
     def calibrate(self, ids: list[int]) -> None:
-        """Sets the scales of a float8 cache by a text."""
+        """Sets the scales of a float8 cache by a text. ValueError without such a cache, and for tokens that the model does not have."""
+        ids = token_ids("the text", ids, self.scheduler.vocab_size)
+        if self.tensors.scales is None or not ids:
+            raise ValueError(f"calibrate needs float8=True and a text of one token or more, got {len(ids)} tokens")
         with torch.no_grad():
             self.tensors.calibrate(ids)
 
     def submit(self, request: Request) -> None:
-        """A request waits for its turn. ValueError or OutOfPages if its turn could not come."""
-        self._check(request)
+        """A request waits for its turn. TypeError, ValueError or OutOfPages if its turn could not come, or the model cannot read it."""
         self.scheduler.submit(request)
         request.times[:] = [time.perf_counter()]
 
@@ -115,10 +119,11 @@ class Engine:
 
     def run(self, requests: list[Request]) -> None:
         """Makes all tokens of all requests. Raises what `submit` does, before anything is made."""
+        requests = list(requests)
         if len(set(map(id, requests))) < len(requests):
             raise ValueError("a request is there twice; make one for each answer")
         for request in requests:
-            self._check(request)
+            self.scheduler.check(request)
         for request in requests:
             self.submit(request)
         while self.step():
@@ -133,11 +138,3 @@ class Engine:
         self.steps, self.steps_waited = self.steps + 1, self.steps_waited + bool(self.scheduler.waiting)
         if self.pool.num_pages - self.pool.free_pages > self.peak_pages:
             self.peak_pages = max(self.peak_pages, self.pages_in_use())
-
-    def _check(self, request: Request) -> None:
-        if len(request.prompt) + request.wanted > self.max_length:
-            raise ValueError(
-                f"the request has {len(request.prompt)} tokens and wants {request.wanted} more, but max_length is {self.max_length}; "
-                "make an engine with a larger one"
-            )
-        self.scheduler.check(request)
