@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,6 +177,60 @@ def test_who_is_cancelled_leaves():
     server.run([])
     assert [r.reason for r in requests] == ["cancelled", "length", "length", "cancelled"]
     assert [r.made for r in requests[1:3]] == [r.made for r in expected[1:3]] and requests[3].made == []
+
+
+@pytest.mark.parametrize("where", ["stop", "write", "stop of another", "draft"])
+def test_who_is_cancelled_in_a_step(where):
+    """By what is called in it: it gets no further token, and nothing of it is left over. All others go on as if nothing was."""
+    model = parts.Llama.random(parts.Config(), 1)
+    requests, expected = drawn(256, 4, 12, 9), drawn(256, 4, 12, 9)
+    served(model, expected)
+    own = requests[1]
+
+    def cancels(made):
+        if len(made) == 2 and not own.reason:
+            server.cancel(own)
+            assert own.reason == "cancelled"
+        return ""
+
+    def no_draft(request, most):
+        cancels(request.made if where == "draft" else [])
+        return [], []
+
+    server = parts.Engine(model, num_pages=40, page_size=PAGE, max_sequences=3, chunk=60, draft=no_draft)
+    if where == "write":
+        words = SimpleNamespace(decode=lambda ids, skip_special_tokens: "a" * len(ids))
+        own.stop = parts.Answer(words, write=lambda piece: cancels(own.made))
+    elif where != "draft":
+        requests[0 if "another" in where else 1].stop = cancels
+    server.run(requests)
+    assert [r.reason for r in requests] == ["length", "cancelled", "length", "length"] and len(own.made) <= 2
+    assert [r.made for r in requests] == [r.made[: len(own.made)] if r is expected[1] else r.made for r in expected]
+    scheduler = server.scheduler
+    assert not scheduler.running and not scheduler.waiting and own.sequence is None
+    assert all(sequence in scheduler.kept for sequence in scheduler.prefixes._paths)
+    scheduler.abandon()
+    assert server.pool.free_pages == server.pool.num_pages and not scheduler.prefixes._paths
+
+
+@pytest.mark.parametrize("what", ["step", "forget", "run"])
+def test_a_step_in_a_step(what):
+    """It is refused, and nothing is lost."""
+    model = parts.Llama.random(parts.Config(), 1)
+    requests, expected = drawn(256, 2, 12, 9), drawn(256, 2, 12, 9)
+    served(model, expected)
+    server = parts.Engine(model, num_pages=40, page_size=PAGE)
+
+    def stop(made):
+        if not refused:
+            with pytest.raises(RuntimeError, match="a step is under way"):
+                server.run([parts.Request([1], 1)]) if what == "run" else getattr(server, what)()
+            refused.append(what)
+        return ""
+
+    refused, requests[0].stop = [], stop
+    server.run(requests)
+    assert refused and [r.made for r in requests] == [r.made for r in expected]
 
 
 def test_an_answer_ends_where_it_stops():

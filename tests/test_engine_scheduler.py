@@ -55,11 +55,12 @@ class Server:
         self.scheduler = Scheduler(self.pool, draw.randint(1, 8), draw.randint(1, 30), draft, draw.randint(2, 6))
         self.longest = min(100, pages * self.size)
         self.systems = [[draw.randrange(WORDS) for _ in range(draw.randint(0, self.longest // 4))] for _ in range(3)]
-        self.requests, self.cancelled, self.states = [], [], {}
-        self.preempted = self.shared = self.accepted = self.moved = 0
+        self.requests, self.states = [], {}
+        self.preempted = self.shared = self.accepted = self.moved = self.cancelled_in_steps = 0
 
     def draft(self, request, most):
         """Trees in which the right continuation may be, at random."""
+        self.cancel(0.005)
         draw, tokens, parents, state, node = self.draw, [], [], self.known(request)[-1], 0
         while len(tokens) < most and draw.random() < 0.8:
             right = next_token(state)
@@ -82,9 +83,22 @@ class Server:
         draw = self.draw
         prompt = draw.choice(self.systems) + [draw.randrange(WORDS) for _ in range(draw.randint(1, self.longest // 4))]
         ends, wanted = draw.random() < 0.1, draw.randint(1, self.longest // 2)
-        stop = (lambda made: "end" if made[-1] == END else "") if ends else parts.never
+
+        def stop(made):
+            self.cancel(0.001)
+            return "end" if ends and made[-1] == END else ""
+
         self.requests.append((Request(prompt, wanted, stop), greedy(prompt, wanted, ends)))
         self.scheduler.submit(self.requests[-1][0])
+
+    def cancel(self, chance: float) -> None:
+        """Any request, or none: also in the midst of a step."""
+        if self.requests and self.draw.random() < chance:
+            request = self.draw.choice(self.requests)[0]
+            reason = request.reason
+            self.scheduler.cancel(request)
+            assert request.reason == (reason or "cancelled")
+            self.cancelled_in_steps += self.scheduler.busy and not reason
 
     def step(self) -> bool:
         scheduler, running = self.scheduler, len(self.scheduler.running)
@@ -163,10 +177,7 @@ class Server:
         for _ in range(steps):
             while draw.random() < 0.3:
                 self.arrive()
-            if self.requests and draw.random() < 0.02:
-                request = draw.choice(self.requests)[0]
-                self.scheduler.cancel(request)
-                assert request.reason == "cancelled"
+            self.cancel(0.02)
             waited = {request: request.preempted for request, _ in self.requests}
             self.step()
             self.preempted += sum(r.preempted - count for r, count in waited.items())
@@ -186,7 +197,7 @@ def test_ten_thousand_random_steps():
     servers = [Server(seed) for seed in range(40)]
     for server in servers:
         server.run(STEPS // 40)
-    for what in ("preempted", "shared", "accepted", "moved"):
+    for what in ("preempted", "shared", "accepted", "moved", "cancelled_in_steps"):
         assert sum(getattr(server, what) for server in servers) > 100, f"nothing was {what}"
 
 

@@ -58,8 +58,9 @@ class Request:
         return len(self.prompt) + len(self.made)
 
     def ask(self) -> None:
-        """Is it done? Raises what `stop` does; then it is to be asked again."""
-        self.reason = self.stop(self.made) or ("length" if len(self.made) >= self.wanted else "")
+        """Is it done? Raises what `stop` does; then it is to be asked again. `stop` may have cancelled it."""
+        said = self.stop(self.made)
+        self.reason = self.reason or said or ("length" if len(self.made) >= self.wanted else "")
         self.asked = len(self.made)
 
     def known(self, first: int, count: int) -> list[int]:
@@ -124,6 +125,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.prefixes = Prefixes()
         self.kept: dict[int, None] = {}  # sequences of no request, whose pages may be of use again; the one unused longest first
+        self.busy = False  # is a step under way, from `plan` to `commit`?
         self.tokens_found = 0  # that nobody had to compute, as another's pages have them
 
     def submit(self, request: Request) -> None:
@@ -158,20 +160,20 @@ class Scheduler:
             raise OutOfPages(pages, self.pool.num_pages, self.pool.num_pages)
 
     def cancel(self, request: Request) -> None:
-        """A request is done with what it has. Not between `plan` and `commit`."""
-        if request.sequence is not None:
-            self.running.remove(request)
-            self._keep(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        """A request is done with what it has. While a step is under way, as in a `stop`, it gets no more tokens, and leaves at the end."""
         request.reason = request.reason or "cancelled"
+        if not self.busy:
+            self._dismiss()
 
     def plan(self) -> list[Work]:
         """The work of the next step: of all that run, the oldest first, then of those that come in. Empty if nothing is left to do."""
+        if self.busy:
+            raise RuntimeError("a step is under way: `commit` or `abandon` it before the next is planned")
+        self.busy = True
         for request in [r for r in self.waiting if r.asked < len(r.made)]:  # their `stop` has failed
-            request.ask()
-            if request.reason:
-                self.waiting.remove(request)
+            if not request.reason:
+                request.ask()
+        self._dismiss()
         step, spare = [], self.chunk
         for request in list(self.running):
             if request.sequence is None:  # preempted by one before it
@@ -185,6 +187,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             step.append(self._chunk(self.running[-1], spare))
             spare -= len(step[-1].tokens)
+        self.busy = bool(step)
         return step
 
     def commit(self, step: list[Work], next_tokens: list[list[int]]) -> list[tuple[int, int]]:
@@ -197,15 +200,14 @@ class Scheduler:
             moves += [(places[node], places[i]) for i, node in enumerate(path) if places and node != i]
             request.cached += len(path)
             for token in [found[node] for node in path] if work.parents else found:
-                request.made.append(token)
-                request.ask()
                 if request.reason:
                     break
+                request.made.append(token)
+                request.ask()
             request.cached = min(request.cached, request.length)
             self._note(request, request.cached)
-            if request.reason:
-                self.running.remove(request)
-                self._keep(request)
+        self.busy = False
+        self._dismiss()
         return moves
 
     def abandon(self) -> None:
@@ -215,9 +217,17 @@ class Scheduler:
         self.kept.clear()
         for request in reversed(self.running):
             request.sequence, request.cached = None, 0
-            if not request.reason:
-                self.waiting.appendleft(request)
+            self.waiting.appendleft(request)
         self.running.clear()
+        self.busy = False
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Who is done leaves. Not in the midst of a step: a `stop` or a draft may cancel any request, and its pages are in use."""
+        for request in [r for r in self.running if r.reason]:
+            self.running.remove(request)
+            self._keep(request)
+        self.waiting = deque(r for r in self.waiting if not r.reason)
 
     def _continue(self, request: Request, spare: int) -> Work | None:
         """The next work of a running request, or None if it was preempted."""

@@ -63,6 +63,7 @@ class Engine:
 
     def forget(self) -> None:
         """Nothing is in the cache, and all numbers begin at 0. Requests that run wait again."""
+        self._check_idle()
         self.scheduler.abandon()
         self.scheduler.tokens_found = 0
         self.steps = self.steps_waited = self.peak_pages = self.drafted = self.accepted = 0
@@ -81,7 +82,7 @@ class Engine:
         request.times[:] = [time.perf_counter()]
 
     def cancel(self, request: Request) -> None:
-        """A request is done with what it has."""
+        """A request is done with what it has. Its own `stop`, and what that calls, may do it, too."""
         self.scheduler.cancel(request)
 
     @torch.no_grad()
@@ -91,6 +92,7 @@ class Engine:
         If it fails, as when memory is short, all requests wait again with the tokens that they have made. A `stop` that has failed is asked
         again; if it always fails, cancel its request.
         """
+        self._check_idle()
         step: list[Work] = []
         try:
             step = self.scheduler.plan()
@@ -107,6 +109,12 @@ class Engine:
             self._note(step)
         return [work.request for work in step]
 
+    def _check_idle(self) -> None:
+        if self.scheduler.busy:
+            raise RuntimeError(
+                "a step is under way, whose pages are in use: a `stop` may submit and cancel requests, but begin no other step"
+            )
+
     def _note(self, step: list[Work]) -> None:
         """When tokens were made, also those of a step that failed behind them, and how many drafts were right."""
         now = time.perf_counter()
@@ -119,6 +127,7 @@ class Engine:
 
     def run(self, requests: list[Request]) -> None:
         """Makes all tokens of all requests. Raises what `submit` does, before anything is made."""
+        self._check_idle()
         requests = list(requests)
         if len(set(map(id, requests))) < len(requests):
             raise ValueError("a request is there twice; make one for each answer")
