@@ -404,6 +404,76 @@ def test_a_text_whose_writer_fails():
     assert reason == "stop string" and answer.text == "".join(written) == "abcx"
 
 
+class Pieces:
+    """A tokenizer whose tokens are any bytes. What is no UTF-8 is U+FFFD, once for the beginning of a character."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def decode(self, ids, *, skip_special_tokens):
+        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+
+class ByteByByte(Pieces):
+    """The same as SentencePiece's bytes have it: of what is no UTF-8 every byte is U+FFFD."""
+
+    def decode(self, ids, *, skip_special_tokens):
+        text = b"".join(self.pieces[i] for i in ids)
+        try:
+            return text.decode()
+        except UnicodeDecodeError as why:
+            return text[: why.start].decode() + "\ufffd" * (len(text) - why.start)
+
+
+def answered(tokenizer, strings=()):
+    """The answer of all its tokens, what was written of it, and why it ended."""
+    written, made, reason = [], [], ""
+    answer = engine("text").Answer(tokenizer, strings=strings, write=written.append)
+    while len(made) < len(tokenizer.pieces) and not reason:
+        made.append(len(made))
+        reason = answer(made)
+    answer.close()
+    assert "".join(written) == answer.text
+    return answer, written, reason
+
+
+@pytest.mark.parametrize("tokenizer", [Pieces, ByteByByte])
+@pytest.mark.parametrize("pieces, strings, written", [
+    ([b"hi ", b"wor\xf0\x9f"], (), ["hi ", "wor"]),  # ended by length
+    ([b"hi ", "done\ufffd".encode()], (), ["hi ", "done", "\ufffd"]),
+    ([b"hi ", "done\ufffd".encode(), b"!"], (), ["hi ", "done", "\ufffd!"]),
+    ([b"wor\xf0", b"\x9f\x98", b"\x80ld"], (), ["wor", "\U0001f600ld"]),
+    ([b"a", b"STOP\xff", b"q"], ("STOP",), ["a"]),
+    ([b"a", b"ST\xe2", b"\x82\xac"], ("STOP", "ST\u20ac"), ["a"]),
+])  # fmt: skip
+def test_texts_that_end_in_a_character(tokenizer, pieces, strings, written):
+    answer, found, reason = answered(tokenizer(pieces), strings)
+    assert reason == ("stop string" if strings else "")
+    if not strings:
+        assert answer.text == tokenizer(pieces).decode(range(len(pieces)), skip_special_tokens=True)
+    assert [piece for piece in found if piece.strip("\ufffd")] == [piece for piece in written if piece.strip("\ufffd")]
+
+
+@given(
+    st.lists(
+        st.sampled_from([b"a", b"b", b"ab", "\u20ac".encode(), b"\xe2", b"\x82", b"\xac", b"a\xe2\x82", b"\xff", b"b\xf0\x9f"]), min_size=1
+    ),
+    st.sampled_from([(), ("ab",), ("\u20aca", "bb"), ("b\u20ac",)]),
+)
+def test_texts_are_those_of_a_plain_decode(pieces, strings):
+    """Up to a stop string, which ends them as soon as it is there."""
+    tokenizer = Pieces(pieces)
+    expected, end = "", ""
+    for count in range(1, len(pieces) + 1):
+        expected = tokenizer.decode(range(count), skip_special_tokens=True)
+        places = [expected.find(s) for s in strings if s in expected]
+        if places:
+            expected, end = expected[: min(places)], "stop string"
+            break
+    answer, _, reason = answered(tokenizer, strings)
+    assert (answer.text, reason) == (expected, end)
+
+
 class Words:
     """A tokenizer that leaves out a space at the beginning, as SentencePiece does, and shows nothing of token 0."""
 

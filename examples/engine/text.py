@@ -16,8 +16,8 @@ class Tokenizer(Protocol):
 class Answer:
     """A `stop` of a Request: ends at one of `ids`, or where one of `strings` begins, which is no part of the text.
 
-    text    what the tokens say so far
-    write   is called with every new piece of it; what may be the beginning of one of `strings` is held back
+    text    what the tokens say so far; at its end there may be U+FFFD for a character that is not whole yet
+    write   is called with every new piece of it; held back is what may be the beginning of one of `strings`, or of a character
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class Answer:
         self.tokenizer, self.ids, self.strings, self.write = tokenizer, ids, tuple(filter(None, strings)), write
         self.text = ""
         self._shown = 0  # characters of it
+        self._read_whole = 0  # characters of it that stay as they are
         self._searched, self._end = 0, ""  # characters without a stop string, and what ended it
         self._whole = 0, 0  # of the tokens, those before the last piece, and all that are text: a piece may depend on the one before it
 
@@ -39,11 +40,15 @@ class Answer:
             self._end = "end of text"
         if not self._end:
             self._read(made)
-            places = [at for s in self.strings if (at := self.text.find(s, max(0, self._searched - len(s)))) >= 0]
-            self._searched = len(self.text)
+            whole = self.text.rstrip("\ufffd")
+            places = [at for s in self.strings if (at := whole.find(s, max(0, self._searched - len(s)))) >= 0]
+            self._searched = len(whole)
             if places:
                 self.text, self._end = self.text[: min(places)], "stop string"
-        self._show(len(self.text) - (0 if self._end else self._held()))
+            else:
+                self._show(len(whole) - self._held(whole))
+        if self._end:
+            self.close()
         return self._end
 
     def close(self) -> None:
@@ -51,18 +56,19 @@ class Answer:
         self._show(len(self.text))
 
     def _read(self, made: list[int]) -> None:
-        """Adds the text of new tokens, unless they end inside of a character."""
+        """Adds the text of new tokens. Where they end inside of a character, it is read again with the next one."""
         first, last = self._whole
         known = self.tokenizer.decode(made[first:last], skip_special_tokens=True)
         piece = self.tokenizer.decode(made[first:], skip_special_tokens=True)
+        self.text = self.text[: self._read_whole] + piece[len(known) :]
         if not piece.endswith("\ufffd"):
-            self.text += piece[len(known) :]
+            self._read_whole = len(self.text)
             # from a piece that shows something: a decoder leaves out a space at the beginning of what it is given
             self._whole = last if len(piece) > len(known) else first, len(made)
 
-    def _held(self) -> int:
+    def _held(self, text: str) -> int:
         """Characters at the end with which one of `strings` may begin."""
-        return max((n for s in self.strings for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
+        return max((n for s in self.strings for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
 
     def _show(self, end: int) -> None:
         if self.write is not None and end > self._shown:
