@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import os
 import random
@@ -94,6 +95,13 @@ def test_the_engine_makes_the_tokens_of_the_dense_model():
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}},
             {"scaling": flexpress.Llama3Scaling(8.0, 64)},
         ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope_theta": 7.0}),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, {"scaling": flexpress.YarnScaling(4.0, 128), "rope_theta": 500000.0}),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, {"scaling": flexpress.Llama3Scaling(8.0, 128)}),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": None}, "original_max_position_embeddings": 32},
+            {"scaling": flexpress.YarnScaling(4.0, 32)},
+        ),
         ({"rope_scaling": {"rope_type": "longrope"}}, None),
         ({"hidden_act": "gelu"}, None),
     ],
@@ -111,6 +119,7 @@ def test_generate_reads_configs(tmp_path, change, expected):
         "rope_scaling": None,
         "vocab_size": 100,
         "bos_token_id": 1,
+        "max_position_embeddings": 128,
     }
     (tmp_path / "config.json").write_text(json.dumps(given | change))
     read = engine().Config.read
@@ -120,6 +129,67 @@ def test_generate_reads_configs(tmp_path, change, expected):
     else:
         config = read(str(tmp_path / "config.json"))
         assert config.rms_norm_eps == 1e-6 and {name: getattr(config, name) for name in expected} == expected
+
+
+SCALED = [
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "rope_theta": 7.0, "original_max_position_embeddings": 64},
+]
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        *({"rope_theta": 5.0, "rope_parameters": rope} for rope in SCALED),
+        *({"rope_theta": 5.0, "rope_scaling": rope} for rope in SCALED),
+        *({"original_max_position_embeddings": 32, "rope_scaling": rope} for rope in SCALED),
+        {"rope_theta": 5.0, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_scaling": SCALED[0]},
+        {"partial_rotary_factor": 0.5},
+    ],
+)
+def test_configs_are_read_as_transformers_reads_them(change):
+    """Angles of RoPE, and all else that a config may leave out."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    given, config = LlamaConfig(**copy.deepcopy(LLAMA | change)), engine().Config.of(LLAMA | change)
+    for name in ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(config, name) == getattr(given, name), name
+    rope, length = LlamaRotaryEmbedding(given), 50
+    angles = torch.arange(length)[:, None] * rope.inv_freq
+    table = flexpress.rope_table(length, config.head_dim, config.rope_theta, scaling=config.scaling)
+    expected = torch.stack([angles.cos(), angles.sin()], -1) * rope.attention_scaling
+    assert torch.allclose(table, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        *(({name: None}, f"the config's {name} is None") for name in ("num_attention_heads", "hidden_size", "vocab_size")),
+        ({"num_attention_heads": 0}, "the config's num_attention_heads is 0; it must be a whole number of at least 1"),
+        ({"num_attention_heads": 7}, "hidden_size 64 must be a multiple of its num_attention_heads 7"),
+        ({"num_key_value_heads": 3}, "that one of its num_key_value_heads 3"),
+        ({"rope_scaling": {"type": "yarn"}}, "the config has no factor for RoPE of type 'yarn'"),
+        ({"rope_scaling": SCALED[0], "max_position_embeddings": None}, "the config has no original_max_position_embeddings for RoPE"),
+        ({"rope_scaling": SCALED[0], "partial_rotary_factor": 0.5}, "this example knows no partial_rotary_factor of RoPE of type 'yarn'"),
+    ],
+)
+def test_configs_that_lack_something(change, words):
+    given = {name: value for name, value in (LLAMA | change).items() if value is not None}
+    with pytest.raises(ValueError, match=words):
+        engine().Config.of(given)
 
 
 def test_other_models_are_refused():

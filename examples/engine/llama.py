@@ -16,6 +16,7 @@ from flexpress import Llama3Scaling, YarnScaling
 Attend = Callable[
     [int, Tensor], Tensor
 ]  # attend(layer, qkv): (tokens, heads of q, k and v, head_dim), not yet turned, to (tokens, heads of q, head_dim)
+SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"  # without which there is no model
 SCALINGS = {"llama3": Llama3Scaling, "yarn": YarnScaling}
 
 
@@ -37,22 +38,31 @@ class Config:
 
     @staticmethod
     def of(config: dict) -> Config:
-        """From what a config.json holds. ValueError where the model would need more than is here."""
+        """From what a config.json holds, read as transformers reads it. ValueError where the model would need more than is here, or the
+        config lacks something."""
         if config.get("model_type", "llama") != "llama":
             raise ValueError(f"this example computes Llamas alone, and the config's model_type is {config['model_type']!r}")
         given = {name: value for name, value in config.items() if value is not None}
-        rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+        for name in SIZES:
+            if type(given.get(name)) is not int or given[name] < 1:
+                raise ValueError(f"the config's {name} is {given.get(name)!r}; it must be a whole number of at least 1")
+        rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
+        rope = {name: value for name, value in rope.items() if value is not None}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", *SCALINGS) or given.get("hidden_act", "silu") != "silu":
             raise ValueError(f"this example knows neither RoPE of type {kind!r} nor activations other than silu")
-        known = {"rope_type", "type", "rope_theta", *(f.name for f in fields(SCALINGS[kind]))} if kind in SCALINGS else rope.keys()
-        if more := sorted(name for name in rope.keys() - known if rope[name] is not None):
-            raise ValueError(f"this example knows no {', '.join(more)} of RoPE of type {kind!r}")
         if kind in SCALINGS:
-            scaling = SCALINGS[kind]
-            given["scaling"] = scaling(**{f.name: rope[f.name] for f in fields(scaling) if f.name in rope})
-        heads = given["num_attention_heads"]
-        given = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads, **rope, **given}
+            given["scaling"] = _scaling(kind, rope, given)
+        hidden, heads = given["hidden_size"], given["num_attention_heads"]
+        kv_heads = given.setdefault("num_key_value_heads", heads)
+        if hidden % heads or heads % kv_heads:
+            raise ValueError(
+                f"the config's hidden_size {hidden} must be a multiple of its num_attention_heads {heads}, and that one of its "
+                f"num_key_value_heads {kv_heads}"
+            )
+        given = {"head_dim": hidden // heads, "rms_norm_eps": 1e-6} | given  # what Hugging Face's Llamas have by default
+        if "rope_theta" in rope:
+            given["rope_theta"] = rope["rope_theta"]
         return Config(**{f.name: given[f.name] for f in fields(Config) if f.name in given})
 
     @staticmethod
@@ -78,6 +88,20 @@ class Config:
         shapes = {f"model.layers.{n}.{name}.weight": shape for n in range(self.num_hidden_layers) for name, shape in of_layer.items()}
         outer = {"model.embed_tokens.weight": (self.vocab_size, hidden), "model.norm.weight": (hidden,)}
         return shapes | outer | {"lm_head.weight": (self.vocab_size, hidden)}
+
+
+def _scaling(kind: str, rope: dict, config: dict) -> Llama3Scaling | YarnScaling:
+    """How RoPE of that kind is scaled. What is left out of its parameters stands beside them, or follows from it."""
+    length, scaling = "original_max_position_embeddings", SCALINGS[kind]
+    given = {name: config[name] for name in ("partial_rotary_factor",) if config.get(name, 1) != 1} | rope
+    if original := config.get(length, rope.get(length, config.get("max_position_embeddings"))):
+        given[length] = original
+    known = {"rope_type", "type", "rope_theta", *(f.name for f in fields(scaling))}
+    if more := sorted(given.keys() - known):
+        raise ValueError(f"this example knows no {', '.join(more)} of RoPE of type {kind!r}")
+    if missing := [name for name in ("factor", length) if name not in given]:
+        raise ValueError(f"the config has no {' and no '.join(missing)} for RoPE of type {kind!r}; add it to its rope_parameters")
+    return scaling(**{f.name: given[f.name] for f in fields(scaling) if f.name in given})
 
 
 @dataclass
