@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from flexpress.cache_checks import check_entries, check_plain, check_table
+from flexpress.cache_checks import CacheTables
 from flexpress.cached import cached_attention
+from flexpress.cached_arguments import place_batch
 from flexpress.checks import whole
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod, causal
 
 from .codegen.mod.capture import plain
+from .codegen.mod.tensors import is_recorded
 from .codegen.mod.trace import check_wrapped
 
 MOST_SPLITS = 1 << 16
@@ -49,16 +51,12 @@ def split_attention(
     """
     splits = _checked(splits)
     check_wrapped(score_mod, mask_mod)
-    check_plain("query", query, "(B, H, Q_LEN, D)")
-    check_table("kv_len", kv_len, (query.shape[0],), torch.int32, query.device)
+    recorded = is_recorded("split_attention", query, k_cache, v_cache)
+    tables = CacheTables(kv_len, page_table, cache_loc, q_offset=q_offset, k_scale=k_scale, v_scale=v_scale)
+    # errors name a sequence of the caller's: below, each part is one
+    place_batch(query, k_cache, v_cache, tables, (q_scale, out_dtype), False if recorded else check)
     B, _, Q_LEN, _ = query.shape
-    rows = B if cache_loc is None else None
-    for name, table, shape in (("cache_loc", cache_loc, (B,)), ("q_offset", q_offset, (B,)), ("page_table", page_table, (rows, None))):
-        if table is not None:
-            check_table(name, table, shape, torch.int32, query.device)
     if page_table is None and cache_loc is None:
-        check_plain("k_cache", k_cache, "(N, S, Hkv, D_QK)")
-        check_entries(k_cache, B)
         cache_loc = torch.arange(B, dtype=torch.int32, device=query.device)
     first = kv_len - Q_LEN if q_offset is None else q_offset
     share = (kv_len + splits - 1) // splits
@@ -80,7 +78,7 @@ def split_attention(
         v_scale=v_scale,
         out_dtype=out_dtype,
         return_lse=True,
-        check=check,
+        check=check if recorded else False,
     )
     return out.unflatten(0, (splits, B)), lse.unflatten(0, (splits, B))
 

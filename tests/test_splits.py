@@ -87,8 +87,28 @@ BAD = {
     "a flat page table": (dict(page_table=KV_LEN), ValueError, r"page_table must be torch.int32 \(2, n\)"),
     "rows of pages": (dict(page_table=KV_LEN[:1, None]), ValueError, r"page_table must be torch.int32 \(2, n\)"),
     "heads": (dict(query=Q[:, :3]), ValueError, "3 heads, no multiple of the 2 heads"),
-    "a negative length": (dict(kv_len=KV_LEN - 9), ValueError, r"kv_len\[0\] is -"),
-    "too long": (dict(kv_len=KV_LEN + 8), ValueError, "positions go from 0 to 7 in k_cache"),
+    "a negative length": (dict(kv_len=KV_LEN - 9), ValueError, r"kv_len\[0\] is -6;"),
+    "a later one": (dict(kv_len=torch.tensor([4, -1]).int()), ValueError, r"kv_len\[1\] is -1;"),
+    "too long": (
+        dict(kv_len=KV_LEN + 8),
+        ValueError,
+        "sequence 0 has 1 new tokens from position 10 on, and kv_len 11; positions go from 0 to 7",
+    ),
+    "a sequence that is too long": (
+        dict(kv_len=KV_LEN * torch.tensor([1, 4]).int(), splits=5),
+        ValueError,
+        "sequence 1 has 1 new tokens from position 15 on, and kv_len 16; positions go from 0 to 7 in k_cache",
+    ),
+    "queries before the first position": (
+        dict(q_offset=KV_LEN - 4),
+        ValueError,
+        "sequence 0 has 1 new tokens from position -1 on, and kv_len 3",
+    ),
+    "a page that is not there": (
+        dict(page_table=torch.tensor([[0], [2]]).int(), splits=3),
+        ValueError,
+        r"page_table\[1\] names pages from 2 to 2; .* has pages 0 to 1",
+    ),
 }
 
 
