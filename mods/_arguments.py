@@ -14,6 +14,7 @@ from torch import Tensor
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (b, h, q_idx, kv_idx) -> bool
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # (score, b, h, q_idx, kv_idx) -> score
+LONGEST, LARGEST = 64, 256  # elements of a captured vector, and of a matrix, with which mods compute
 
 
 def whole_number(recipe: str, name: str, value: object, remedy: str, minimum: int | None = None) -> int:
@@ -59,6 +60,14 @@ def integer_tensor(recipe: str, name: str, value: object, *shapes: tuple[str, ..
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
         raise TypeError(f"{recipe}(): {name} must have an integer dtype, got {tensor.dtype}; convert it with {name}.int()")
     return tensor
+
+
+def short(recipe: str, name: str, extent: int, what: str) -> None:
+    """ValueError for vectors that are longer than what a kernel computes element by element, or empty."""
+    if not 1 <= extent <= LONGEST:
+        raise ValueError(
+            f"{recipe}(): {name} must have 1 to {LONGEST} {what}, got {extent}; pass as many, since a kernel has them in registers"
+        )
 
 
 def has_values(tensor: Tensor) -> bool:

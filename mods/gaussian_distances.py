@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import ScoreMod, float_tensor
+from ._arguments import ScoreMod, float_tensor, short
 from ._made import picklable
 
 
@@ -32,7 +32,8 @@ def gaussian_distances(places: Tensor, means: Tensor, widths: Tensor, weights: T
 
     Raises:
         TypeError: an argument is not a floating-point tensor.
-        ValueError: an argument has another number of dimensions, or K is not the same in all.
+        ValueError: an argument has another number of dimensions, K is not the same in all, or it or the dimension of places is not
+            1 to 64.
     """
     places = float_tensor("gaussian_distances", "places", places, ("B", "S", "3"))
     means = float_tensor("gaussian_distances", "means", means, ("K",))
@@ -43,6 +44,8 @@ def gaussian_distances(places: Tensor, means: Tensor, widths: Tensor, weights: T
             f"gaussian_distances(): there are {means.shape[0]} means, {widths.shape[0]} widths and {weights.shape[1]} weights a head; "
             "give each bell one of each"
         )
+    short("gaussian_distances", "places", places.shape[-1], "dimensions")
+    short("gaussian_distances", "means", means.shape[0], "bells")
 
     def gaussian_distances(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = torch.linalg.vector_norm(places[b, q_idx] - places[b, kv_idx], dim=-1, keepdim=True)

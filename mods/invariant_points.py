@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._arguments import ScoreMod, float_tensor
+from ._arguments import LARGEST, ScoreMod, float_tensor, short
 from ._made import picklable
 
 _SHAPE = ("B", "Hq", "S", "P", "3")
@@ -25,7 +25,8 @@ def invariant_points(query_points: Tensor, key_points: Tensor, weights: Tensor) 
 
     Args:
         query_points: floating-point tensor (B, Hq, Q_LEN, P, 3), on the device of the query: P points, any dimension for 3. A kernel
-            has them in registers: P * 3 is 12 in AlphaFold, 256 at most. Captured, not copied; it gets a gradient.
+            has them in registers: P is 4 in AlphaFold, and neither it nor the dimension may be above 64, or their product above 256.
+            Captured, not copied; it gets a gradient.
         key_points: the same for keys, (B, Hq, KV_LEN, P, 3).
         weights: floating-point tensor (Hq,). It gets a gradient, too.
 
@@ -34,7 +35,7 @@ def invariant_points(query_points: Tensor, key_points: Tensor, weights: Tensor) 
 
     Raises:
         TypeError: an argument is not a floating-point tensor.
-        ValueError: the points do not have 5 dimensions, their last two extents differ, or `weights` does not have one.
+        ValueError: the points do not have 5 dimensions, their last two extents differ or are too large, or `weights` does not have one.
     """
     query_points = float_tensor("invariant_points", "query_points", query_points, _SHAPE)
     key_points = float_tensor("invariant_points", "key_points", key_points, _SHAPE)
@@ -43,6 +44,14 @@ def invariant_points(query_points: Tensor, key_points: Tensor, weights: Tensor) 
         raise ValueError(
             f"invariant_points(): queries have {query_points.shape[-2]} points of {query_points.shape[-1]} numbers, keys have "
             f"{key_points.shape[-2]} of {key_points.shape[-1]}; give both as many"
+        )
+    count, dimensions = query_points.shape[-2:]
+    short("invariant_points", "query_points", count, "points")
+    short("invariant_points", "query_points", dimensions, "dimensions")
+    if count * dimensions > LARGEST:
+        raise ValueError(
+            f"invariant_points(): query_points must have at most {LARGEST} numbers of a query, got {count} points of {dimensions} "
+            "dimensions; pass fewer, since a kernel has them in registers"
         )
 
     def invariant_points(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

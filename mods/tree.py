@@ -83,6 +83,8 @@ def _walk(parents: Tensor) -> tuple[Tensor, Tensor]:
     parents, looks = parents.long(), parents.device.type == "cpu" and has_values(parents)
     if looks and (parents >= T).any():
         raise ValueError(f"tree(): parents must be below {T}, the number of nodes, got {int(parents.max())}; -1 is for a root")
+    if looks and (parents < -1).any():
+        raise ValueError(f"tree(): parents must be numbers of nodes, from 0 on, got {int(parents.min())}; -1 is for a root")
     parents = torch.where(parents < T, parents, -1)
     steps = T.bit_length()
     none = torch.full((B, 1), T, dtype=torch.int64, device=parents.device)  # the parent of roots, its own parent

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._arguments import MaskMod, float_tensor, positive_number
+from ._arguments import MaskMod, float_tensor, positive_number, short
 from ._made import picklable
 
 
@@ -31,9 +31,10 @@ def within_radius(places: Tensor, radius: float) -> MaskMod:
 
     Raises:
         TypeError: `places` is not a floating-point tensor, or `radius` no number.
-        ValueError: `places` does not have 2 or 3 dimensions, or `radius` is not finite and above 0.
+        ValueError: `places` does not have 2 or 3 dimensions, or its last extent is not 1 to 64, or `radius` is not finite and above 0.
     """
     places = float_tensor("within_radius", "places", places, ("S", "3"), ("B", "S", "3"))
+    short("within_radius", "places", places.shape[-1], "dimensions")
     radius = positive_number("within_radius", "radius", radius, "it is the largest distance that is seen")
     limit = radius * radius
 

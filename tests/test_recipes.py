@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torch_flex
 
-from flexpress import mods
+from flexpress import AuxRequest, mods
+from flexpress.codegen.mod import vectors
 from flexpress.mods import (
     alibi,
     alibi_slopes,
@@ -375,6 +376,7 @@ def test_invariant_points_do_not_see_how_the_whole_is_turned_and_moved():
 
 IDS = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2])
 PLACES = torch.arange(16)
+PAIRS = torch.ones(1, 4, 2, 8), torch.ones(1, 4, 2, 8), torch.ones(1, 2, 2, 8)
 HOPS = (PLACES[:, None] - PLACES).abs().clamp_max(5)
 
 MASKS = {
@@ -522,6 +524,18 @@ REFUSED = [
     (lambda: t5_bucket(IDS, 32, 8), ValueError, "max_distance must be at least 9, got 8"),
     (lambda: t5_bucket(IDS, 32.0), TypeError, "num_buckets must be an int, got 32.0"),
     (lambda: within_radius(torch.ones(4).int(), 1.0), ValueError, "places must have shape (S, 3) or (B, S, 3), got (4,)"),
+    (
+        lambda: within_radius(torch.ones(4, 0), 1.0),
+        ValueError,
+        "places must have 1 to 64 dimensions, got 0; pass as many, since a kernel has",
+    ),
+    (lambda: within_radius(torch.ones(2, 4, 65), 1.0), ValueError, "places must have 1 to 64 dimensions, got 65"),
+    (lambda: gaussian_distances(values(1, 9, 65), *values(2, 3), values(2, 3)), ValueError, "places must have 1 to 64 dimensions, got 65"),
+    (lambda: gaussian_distances(values(1, 9, 3), *values(2, 65), values(2, 65)), ValueError, "means must have 1 to 64 bells, got 65"),
+    (lambda: gaussian_distances(values(1, 9, 3), *values(2, 0), values(2, 0)), ValueError, "means must have 1 to 64 bells, got 0"),
+    (lambda: invariant_points(*values(2, 1, 2, 9, 65, 3), values(2)), ValueError, "query_points must have 1 to 64 points, got 65"),
+    (lambda: invariant_points(*values(2, 1, 2, 9, 4, 0), values(2)), ValueError, "query_points must have 1 to 64 dimensions, got 0"),
+    (lambda: invariant_points(*values(2, 1, 2, 9, 43, 6), values(2)), ValueError, "at most 256 numbers of a query, got 43 points of 6"),
     (lambda: within_radius(torch.ones(4, 3), 0), ValueError, "radius must be finite and above 0 in float32, got 0.0"),
     (lambda: gaussian_distances(*[torch.ones(3)] * 4), ValueError, "places must have shape (B, S, 3), got (3,)"),
     (lambda: gaussian_distances(values(1, 9, 3), values(3), values(4), values(2, 3)), ValueError, "3 means, 4 widths and 3 weights a head"),
@@ -545,6 +559,7 @@ REFUSED = [
     (lambda: tree(torch.tensor([[-1, 0], [-1, 1]])), ValueError, "from node 1 they go round in a circle"),
     (lambda: tree(torch.tensor([-1, 0, 3])), ValueError, "parents must be below 3, the number of nodes, got 3"),
     (lambda: tree(torch.tensor([255, 0, 1], dtype=torch.uint8)), ValueError, "parents must be below 3, the number of nodes, got 255"),
+    (lambda: tree(torch.tensor([-5, 0])), ValueError, "parents must be numbers of nodes, from 0 on, got -5; -1 is for a root"),
     (lambda: tree(PLACES - 1, -1), ValueError, "start must be at least 0, got -1"),
     (lambda: tree(PLACES - 1, 1.0), TypeError, "start must be an int, got 1.0"),
     (lambda: tree(PLACES - 1, torch.tensor(1)), ValueError, "start must have shape (B,), got ()"),
@@ -572,6 +587,11 @@ REFUSED = [
     (lambda: differential(3, *values(3, 1, 2, 4, 4), 0.5), TypeError, "attention must be a function, got 3"),
     (lambda: differential(len, *values(3, 1, 3, 4, 4), 0.5), ValueError, "query must have an even number of heads, got 3"),
     (lambda: differential(len, *values(3, 2, 4, 4), 0.5), ValueError, "query must have shape (B, 2 * Hq, Q_LEN, D), got (2, 4, 4)"),
+    (lambda: differential(len, *values(3, 1, 4, 2, 8), 0.5), ValueError, "got value (1, 4, 2, 8) and key (1, 4, 2, 8); both halves"),
+    (lambda: differential(len, *PAIRS, 0.5, return_lse=True), ValueError, "return_lse is of one softmax, and the result of two; leave it"),
+    (lambda: differential(len, *PAIRS, 0.5, return_aux=AuxRequest(lse=True)), ValueError, "return_aux is of one softmax, and the result"),
+    (lambda: differential(lambda q, k, v: (q, q), *PAIRS, 0.5), TypeError, "attention must give one tensor, got tuple; pass one that"),
+    (lambda: differential_lambda(*values(3, 8), values(7), layer=1), ValueError, "must be of one length, got [8, 8, 8, 7]; the paper's"),
     (lambda: differential_lambda(*values(4, 8), layer=-1), ValueError, "layer must be at least 0, got -1"),
     (lambda: differential_lambda(*values(4, 2, 8), layer=1), ValueError, "lq1 must have shape (D,), got (2, 8)"),
     (lambda: compose_scores(), ValueError, "score_mods must hold a function, got none"),
@@ -588,6 +608,17 @@ def test_wrong_arguments_are_refused(call, error, message):
     assert message in text
     assert text.partition("():")[0] in mods.__all__, "the message opens with the recipe's name"
     assert "; " in text, "the message ends with what to do"
+
+
+def test_recipes_take_vectors_as_long_as_kernels_do():
+    assert (mods._arguments.LONGEST, mods._arguments.LARGEST) == (vectors.LONGEST, vectors.LARGEST)
+
+
+def test_differential_of_one_output():
+    """Options that ask for nothing more are passed on."""
+    asked = dict(return_lse=False, return_aux=None)
+    out = differential(lambda q, k, v, **options: v * len(options), *PAIRS, 0.5, **asked)
+    assert torch.equal(out, PAIRS[2])
 
 
 # The folder
