@@ -2489,8 +2489,8 @@ VARIOUS = [
     ),
     Mutant(
         "codegen/run/statistics.py",
-        "wanted, extras.sinks)",
-        "wanted)",
+        "bound.options, wanted, sinks)",
+        "bound.options, wanted)",
         named("probabilities", "kernels_of_their_own"),
         "a call with sinks gets the kernel of one without",
     ),
