@@ -48,17 +48,23 @@ def _shorten(made: CustomOpDef, function: Callable) -> None:
     mutated = [i for i, argument in enumerate(arguments) if argument.alias_info is not None and argument.alias_info.is_write]
     backends = {getattr(torch._C.DispatchKey, device) for device in _DEVICES}
 
-    @runs_uncompiled
-    def short(keyset, *args, **named):  # those that schemas have by name alone
-        try:
-            return called(keyset, *args, **named)
-        except Exception:
-            missing = [name for i, name in needed if (args[i] if i < len(args) else named.get(name)) is None]
-            if missing:  # which torch's schemas let pass
-                raise TypeError(f"{missing[0]} must be a tensor, got None") from None
-            raise
+    def naming_what_is_missing(function: Callable, first: int) -> Callable:
+        """The function, whose operator's arguments are those from `first` on; torch's schemas let None pass for a tensor."""
 
-    def called(keyset, *args, **named):
+        @runs_uncompiled
+        def called(*args, **named):  # those that schemas have by name alone
+            try:
+                return function(*args, **named)
+            except Exception:
+                given = args[first:]
+                missing = [name for i, name in needed if (given[i] if i < len(given) else named.get(name)) is None]
+                if missing:
+                    raise TypeError(f"{missing[0]} must be a tensor, got None") from None
+                raise
+
+        return called
+
+    def short(keyset, *args, **named):
         followed = (keyset & _after_ADInplaceOrView_keyset).highestPriorityTypeId() not in backends  # by a mode, or a class of tensors
         if followed or (torch.is_grad_enabled() and _any_requires_grad(*args, **named)):
             return whole(keyset, *args, **named)
@@ -68,8 +74,8 @@ def _shorten(made: CustomOpDef, function: Callable) -> None:
             return function(*args, **named)
 
     for device in _DEVICES:
-        made._lib.impl(made._name, short, f"Autograd{device}", with_keyset=True)
-        made._lib.impl(made._name, runs_uncompiled(function), device)  # of tensors of inference mode
+        made._lib.impl(made._name, naming_what_is_missing(short, 1), f"Autograd{device}", with_keyset=True)
+        made._lib.impl(made._name, naming_what_is_missing(function, 0), device)  # of tensors of inference mode
 
 
 def operator_of_mods(name: str) -> Callable[[Callable], CustomOpDef]:

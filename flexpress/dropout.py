@@ -46,12 +46,13 @@ def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout 
         raise TypeError(f"dropout_seed must be an int64 tensor of one element, got {shown}")
     if seed is not None and seed.device != device:
         raise ValueError(f"dropout_seed is on {seed.device}, but query is on {device}; move it: dropout_seed.to(query.device)")
-    if p == 0:
+    dropped = round(p * DROPOUT_STEPS)
+    if dropped == 0:
         return None
     given = seed is not None
     if seed is None:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=device)
-    return Dropout(round(p * DROPOUT_STEPS) / DROPOUT_STEPS, seed.reshape(1), given)
+    return Dropout(dropped / DROPOUT_STEPS, seed.reshape(1), given)
 
 
 def of_first_rank(dropout: Dropout, groups: Iterable[dist.ProcessGroup | None]) -> Dropout:

@@ -24,8 +24,7 @@ def read_scale(scale, score_mod: Callable | None, head_dim: int, device: torch.d
     moving = is_transformed()
     if not moving:
         check_kind("scale", scale)
-    if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
-        raise ValueError(f"scale must be a number, got a tensor of {scale.dtype} and shape {tuple(scale.shape)}")
+    _check_is_number("scale", scale)
     if scale.device.type == "cpu" and not (scale.requires_grad and torch.is_grad_enabled()) and not (tracing() or moving):
         return check_scale(scale.item(), head_dim), score_mod
     if scale.device.type != "cpu" and scale.device != device:
@@ -34,10 +33,17 @@ def read_scale(scale, score_mod: Callable | None, head_dim: int, device: torch.d
 
 
 def softmax_scale_of(softmax_scale):
-    """What flash_attn's functions take, checked under their name for it. Tensors are read later."""
-    if not isinstance(softmax_scale, torch.Tensor):
+    """What flash_attn's functions take, checked under their name for it. A tensor's value is read later."""
+    if isinstance(softmax_scale, torch.Tensor):
+        _check_is_number("softmax_scale", softmax_scale)
+    else:
         check_scale(softmax_scale, 1, "softmax_scale")
     return softmax_scale
+
+
+def _check_is_number(name: str, scale: torch.Tensor) -> None:
+    if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
+        raise ValueError(f"{name} must be a number, got a tensor of {scale.dtype} and shape {tuple(scale.shape)}")
 
 
 def number_on(device: torch.device, value: torch.SymFloat) -> torch.Tensor:

@@ -2349,8 +2349,8 @@ VARIOUS = [
     ),
     Mutant(
         "flexpress/custom_ops.py",
-        "if missing:  # which",
-        "if False:  # which",
+        "                if missing:\n",
+        "                if False:\n",
         named("operators", "missing"),
         "a tensor that is missing is not named",
     ),

@@ -259,6 +259,7 @@ BAD = {
     "half a window": (lambda: flash_attn_func(Q, K, K, window_size=(1.5, 0)), TypeError, r"window_size\[0\] must be an integer, got 1.5"),
     "a cap": (lambda: flash_attn_func(Q, K, K, softcap="x"), TypeError, "softcap must be a number, 0.0 for none, got 'x'"),
     "no number": (lambda: flash_attn_func(Q, K, K, softcap=math.nan), ValueError, "cap must be finite"),
+    "scales": (lambda: flash_attn_func(Q, K, K, softmax_scale=torch.ones(2)), ValueError, "softmax_scale must be a number, got a tensor"),
     "a scale": (lambda: flash_attn_func(Q, K, K, softmax_scale="x"), TypeError, "softmax_scale must be a number"),
     "slopes": (lambda: flash_attn_func(Q, K, K, alibi_slopes=[0.1] * 4), TypeError, r"alibi_slopes must be a torch.Tensor of shape"),
     "half slopes": (lambda: flash_attn_func(Q, K, K, alibi_slopes=SLOPES.half()), TypeError, "got torch.float16"),

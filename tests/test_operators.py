@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
@@ -105,8 +106,9 @@ def test_a_tensor_that_is_missing_is_named(name):
     """torch passes None for one, whatever the schema says. Caches stay as they were."""
     caches = {"k_cache": torch.zeros(2, 48, 2, 32), "v_cache": torch.zeros(2, 48, 2, 32)}
     given = dict(q=torch.randn(2, 3, 128), k=torch.randn(2, 3, 64), v=torch.randn(2, 3, 64), input_pos=torch.tensor([4, 20]).int())
-    with pytest.raises(TypeError, match=f"^{name} must be a tensor, got None"):
-        OPS.mha_with_cache(**{**given, **caches, name: None})
+    for mode in (contextlib.nullcontext(), torch.inference_mode()):
+        with mode, pytest.raises(TypeError, match=f"^{name} must be a tensor, got None"):
+            OPS.mha_with_cache(**{**given, **caches, name: None})
     assert not any(cache.any() for cache in caches.values())
 
 

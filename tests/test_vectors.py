@@ -64,6 +64,24 @@ def test_vectors_and_their_gradients(name, device):
         assert (g - e).norm() <= 1e-4 * e.norm()
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        "torch.any(x > 0, dim=()).sum()",
+        "torch.all(x > 0, dim=[]).sum()",
+        "x.amax(dim=())",
+        "torch.einsum('i,i,j->j', x, x, x.half()).sum()",
+        "torch.einsum('ij,j->i', x[:, None], x[:1].half()).sum()",
+        "torch.nn.functional.linear(x, torch.stack([x, x]), x[0].half()).sum()",
+    ],
+)
+def test_as_torch_has_them_of_other_forms(form):
+    rows = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    found = evaluate_mod(lambda s, b, h, m, n: s * 0 + eval(form, {"torch": torch, "x": rows[n]}), torch.zeros(1, 1, 1, 20))
+    expected = torch.stack([eval(form, {"torch": torch, "x": row}) for row in rows]).float()
+    torch.testing.assert_close(found.flatten(), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_integers_are_summed_in_int64_and_halves_in_float32():
     numbers = torch.tensor([[100, 100, 100]], dtype=torch.uint8)
     halves = torch.tensor([[60000.0, 60000.0, -60000.0]], dtype=torch.float16)

@@ -79,7 +79,7 @@ def _outer(a, b):
 
 
 def _linear(x, weight, bias=None):
-    check_one_dtype("linear", x, weight, *(() if bias is None else (bias,)))
+    check_one_dtype("linear", x, weight, *(() if getattr(as_vector(bias), "ndim", 0) == 0 else (bias,)))
     return _turned(x, weight, bias)
 
 

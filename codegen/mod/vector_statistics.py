@@ -171,7 +171,8 @@ def einsum(equation, *operands):
     for term, x in zip(terms, operands, strict=True):
         if len(set(term)) < len(term) or len(term) != getattr(x, "ndim", 0):
             raise running().error(f"einsum's {term!r} of a shape {tuple(x.shape)}", "Write another letter for every dimension.")
-    if any(left.count(c) > 1 and c not in result for c in letters):
+    summed = set(terms[0]).intersection(*terms[1:]) - set(result) if len(terms) == 2 else ()  # torch multiplies more two by two
+    if any(operands[0].shape[terms[0].index(c)] > 1 for c in summed):
         check_one_dtype("an einsum that sums products", *operands)
     return _contracted(*operands, terms=terms, result=result)
 

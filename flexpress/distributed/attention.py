@@ -214,8 +214,8 @@ def _shown(
     names = (f"{name} (B, H, D)" for name in ("query", "key", "value"))
     found: dict[str, object] = {name: words(*looks) for name, looks in zip(names, tensors, strict=True)}
     found["sinks"], found["max_scores"] = sinks and words(*sinks), max_scores
-    found["dropout_p"], given = dropout or (0.0, False)
-    found["dropout_seed"] = "given" if given else None
+    found["dropout_p"], given = dropout or (0.0, None)
+    found["dropout_seed"] = given if given is None else "given" if given else "drawn"
     if score is None:
         return {**found, "score_mod": None}
     graph = score[0]
