@@ -2338,6 +2338,27 @@ VARIOUS = [
         "the same under torch.compile",
     ),
     Mutant(
+        "flexpress/dropout.py",
+        "    if dropped == 0:\n",
+        "    if p == 0:\n",
+        named("context", "seed_of_dropout"),
+        "ranks wait for one whose dropout_p rounds to 0",
+    ),
+    Mutant(
+        "codegen/run/statistics.py",
+        "        if not launches:\n            launch_nothing([found.launch])\n",
+        "",
+        named("precompile", "no_attention_kernel"),
+        "precompile computes statistics",
+    ),
+    Mutant(
+        "examples/engine/scheduler.py",
+        "self.reason = self.reason or said or",
+        "self.reason = said or",
+        named("engine", "cancelled_in_a_step"),
+        "a request that its own stop cancels goes on",
+    ),
+    Mutant(
         "codegen/mod/vector_dtypes.py",
         "if len(dtypes) > 1:",
         "if False:",
