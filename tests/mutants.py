@@ -2830,8 +2830,9 @@ def copied(place: Path) -> Path:
     for name in ("codegen", "templates", "mods"):
         shutil.copytree(ROOT / name, place / "flexpress" / name, ignore=ignored)
         (place / name).symlink_to(place / "flexpress" / name)
-    shutil.copytree(ROOT / "tests", place / "tests", ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "docs", "Makefile", "generated", "examples", "benchmarks"):
+    for name in ("tests", "examples"):
+        shutil.copytree(ROOT / name, place / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "docs", "Makefile", "generated", "benchmarks"):
         if (ROOT / name).exists():
             (place / name).symlink_to(ROOT / name)
     return place
