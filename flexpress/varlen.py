@@ -261,7 +261,7 @@ def varlen_attention(
             check_still("varlen_attention with context=", q, k, v)
             from flexpress.distributed.varlen import attend_varlen_in_context
 
-            found = attend_varlen_in_context(context, *arguments, sinks, max_scores, dropout)
+            found = attend_varlen_in_context(context, arguments, sinks, max_scores, dropout)
         elif q.__class__ not in ORDINARY and is_distributed(q):
             found = _attend_shards(*arguments, sinks, dropout, asked)
         else:

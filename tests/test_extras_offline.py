@@ -138,6 +138,20 @@ def test_dropout_spills_little_in_hopper_kernels(to_the_end, kernel, dropout, mo
         made.compile("ttgir")
 
 
+@pytest.mark.parametrize("dropout", ["positions", "packed"])
+def test_dropout_of_blocks_elsewhere_passes_triton(dropout):
+    """As a rank of a context plan has them; of packed sequences by the portable kernels alone."""
+    extras, blocks = Extras(dropout=dropout, part=True), Blocks(True, 128, 128, shifted=True)
+    made = [compilation("sm_90", None, causal, head_dim=64, shifted=True, extras=extras)]
+    backward = backward_compilations("sm_90", None, causal, head_dim=64, shifted=True, extras=extras)
+    made += [backward[name] for name in ("dkv", "dq")]
+    if dropout == "positions":
+        made.append(hopper_compilation("sm_90", None, causal, shifted=True, output_rows=True, extras=extras))
+        made.append(hopper_backward_compilations(None, causal, blocks=blocks, extras=extras)["fused"])
+    for kernel in made:
+        assert {"SEED", "kv_shifts"} <= set(kernel.compile("ttgir").signature)
+
+
 def hopper_kernels(kernel, score_mod, mask_mod, starts, **given):
     """Those of a forward or of a backward pass."""
     if kernel == "forward":

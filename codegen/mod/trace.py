@@ -249,9 +249,8 @@ def _checked_result(result, run: TracingRun, mod) -> Expr:
 
 def _of_one_element(result):
     """The element of a tensor that has one, as a product with a parameter of shape (1,) does; other results as they are."""
-    if type(result) is not TensorView and not isinstance(result, (Vector, torch.Tensor)) or result.ndim == 0 or result.numel() != 1:
-        return result
-    return as_vector(result).items[0]
+    is_one = isinstance(result, (TensorView, Vector, torch.Tensor)) and result.ndim > 0 and result.numel() == 1
+    return as_vector(result).items[0] if is_one else result
 
 
 def _may_be_scalar(result) -> bool:

@@ -25,14 +25,16 @@ def check_one_dtype(name: str, *values) -> None:
         raise running().error(f"{name} of {said}", "Its operands must have one dtype: convert them, for example with .float().")
 
 
-def rounded_once(count: int = 1) -> Callable:
+def rounded_once(count: int | None = 1, alike: str = "") -> Callable:
     """For a function of vectors that is made of reductions: half precision is float32 until the result, which gets the common dtype of the
-    first `count` arguments."""
+    first `count` arguments. alike: what the function is called, if these must have one dtype."""
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def computed(*args, **kwargs):
             args, kwargs = tuple(map(as_vector, args)), {k: as_vector(v) for k, v in kwargs.items()}
+            if alike:
+                check_one_dtype(alike, *args[:count])
             given = functools.reduce(torch.promote_types, (a.dtype for a in args[:count]))
             found = function(*map(_wide, args), **{k: _wide(v) for k, v in kwargs.items()})
             return found.to(given) if given.is_floating_point else found

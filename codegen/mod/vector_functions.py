@@ -56,13 +56,8 @@ def _matmul(a, b):
     return found.to(given)
 
 
+@rounded_once(2, alike="vecdot")
 def _vecdot(a, b, *, dim=-1):
-    check_one_dtype("vecdot", a, b)
-    return _summed_products(a, b, dim)
-
-
-@rounded_once(2)
-def _summed_products(a, b, dim):
     return (of_floats("vecdot", a) * of_floats("vecdot", b)).sum(dim)
 
 
@@ -137,13 +132,8 @@ def _pairwise_distance(a, b, p=2.0, eps=1e-6, keepdim=False):
     return _norm(as_vector(a) - b + eps, p, -1, keepdim)
 
 
+@rounded_once(2, alike="cdist")
 def _cdist(a, b, p=2.0, compute_mode=None):
-    check_one_dtype("cdist", a, b)
-    return _distances(a, b, p)
-
-
-@rounded_once(2)
-def _distances(a, b, p):
     return _norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
 
 

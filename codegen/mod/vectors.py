@@ -151,8 +151,10 @@ def reduced(name: str, vector, dim=None, keepdim: bool = False, *, dtype: torch.
     elements are converted first, and integers stay in it."""
     vector, dims = as_vector(vector), pinned_all(dim)
     vector = vector if dtype is None else vector.to(dtype)
-    of_none = name in ("any", "all") and dims in ((), [])  # torch reduces nothing there, while sums are of all
-    dims = range(vector.ndim) if dims is None or not of_none and dims in ((), []) else dims if isinstance(dims, (tuple, list)) else (dims,)
+    if dims is None or dims in ((), []) and name not in ("any", "all"):  # which torch lets reduce nothing
+        dims = range(vector.ndim)
+    elif not isinstance(dims, (tuple, list)):
+        dims = (dims,)
     if type(vector) is Sym and set(dims) <= {0, -1}:
         return _joined(name, [vector], dtype)
     if not all(-vector.ndim <= d < vector.ndim for d in dims):
