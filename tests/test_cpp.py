@@ -50,7 +50,7 @@ from support.evaluate import check, make_mod
 from support.extras import check_dropout, check_sinks, dropout_problems, sink_problems, with_sinks
 from support.float8 import check_quantised, quantised_problems
 from support.gradients import GradientProblem, check_gradients, gradient_problems
-from support.long_dots import check_dots, dot_problems
+from support.long_dots import check_dot_derivatives, check_dots, dot_problems
 from support.probabilities import check_probabilities, probability_problems
 from support.problems import problems
 from support.tangents import check_second, check_tangents, derivative_problems
@@ -146,6 +146,12 @@ def test_any_probabilities(p):
 @given(dot_problems("cpu"))
 def test_any_dot_products(p):
     check_dots(p, "cpu")
+
+
+@settings(max_examples=max(1, EXAMPLES // 4))
+@given(dot_problems("cpu"))
+def test_any_derivative_of_dot_products(p):
+    check_dot_derivatives(p, "cpu")
 
 
 def test_sinks_of_a_cache():

@@ -10,12 +10,17 @@ from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.loads import dots_of
 from support.devices import for_any
 from support.evaluate import make_mod
-from support.long_dots import check_dots, dot_problems
+from support.long_dots import check_dot_derivatives, check_dots, dot_problems
 
 
 @for_any(dot_problems, cpu=5, cuda=60)
 def test_any_dot_products_and_their_gradients(p, device):
     check_dots(p, device)
+
+
+@for_any(dot_problems, cpu=3, cuda=40)
+def test_any_tangents_and_second_derivatives(p, device):
+    check_dot_derivatives(p, device)
 
 
 @pytest.mark.parametrize(

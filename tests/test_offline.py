@@ -467,6 +467,16 @@ def test_dot_products_of_rows_compile(target, every_kernel):
         assert (found.spilled or 0) <= (60 if NEWER else 0), (kernel.constants, found.spilled)
 
 
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"] if PINNED else ["sm_90"])
+def test_tangents_of_dot_products_compile(target, every_kernel):
+    """All kernels of second derivatives for one target, the tangent alone for the others."""
+    last, made = by_pinned(every_kernel), tangent_compilations(target, with_rows, mods.causal, head_dim=64)
+    for name in made if target == "sm_90" or every_kernel else ["tangent"]:
+        found = made[name].compile(last)
+        assert last or found.shared <= SHARED_MEMORY[architecture_for(target)]
+        assert (found.spilled or 0) <= (60 if NEWER else 0), (name, found.spilled)
+
+
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"] if PINNED else ["sm_90"])
 def test_dot_products_of_rows_that_a_load_gives_pass_triton(target):
     call, details = (with_rows_of_tokens(torch.zeros(4096, dtype=torch.int32)), make("document")[1]), dict(head_dim=64, starts=True)

@@ -15,11 +15,15 @@ POSITIONS = frozenset({"q_idx", "kv_idx"})
 
 def loads_of(graph: ModGraph) -> list[Expr]:
     """The loads of a graph, of elements and of rows, in order; each once."""
-    loads = [n for n in walk(graph.result) if n.op in ("load", "row")]
+    return _found(graph, ("load", "row"))
+
+
+def _found(graph: ModGraph, ops: tuple[str, ...]) -> list[Expr]:
+    found = [n for n in walk(graph.result) if n.op in ops]
     if graph.beside:
-        beside = (n for root in graph.beside for n in walk(root) if n.op in ("load", "row"))
-        loads = list({id(n): n for n in (*loads, *beside)}.values())
-    return loads
+        beside = (n for root in graph.beside for n in walk(root) if n.op in ops)
+        found = list({id(n): n for n in (*found, *beside)}.values())
+    return found
 
 
 @remembered("tensors that gradients reach", 256)
@@ -30,13 +34,19 @@ def reached_by_gradients(graph: ModGraph) -> frozenset[int]:
 
 
 def dots_of(graph: ModGraph) -> list[Expr]:
-    """The dot products of rows (see long_dots.py), in order."""
-    return [n for n in walk(graph.result) if n.op == "dot"]
+    """The dot products of rows (see long_dots.py), in order; each once."""
+    return _found(graph, ("dot",))
 
 
 def width_of_dots(graph: ModGraph | None) -> int:
-    """How many columns all of them add to a product of queries and keys."""
-    return sum(n.attr for n in dots_of(graph)) if graph else 0
+    """How many columns those of the mod itself add to a product of queries and keys."""
+    return sum(n.attr for n in walk(graph.result) if n.op == "dot") if graph else 0
+
+
+def widest_element(dtype: torch.dtype, graph: ModGraph | None) -> int:
+    """Bytes of the widest elements that are multiplied: rows of captured tensors may be wider than q, whose dtype is given."""
+    rows = (row.dtype.itemsize for dot in (dots_of(graph) if graph else ()) for row in dot.args)
+    return min(max(dtype.itemsize, *rows, 0), 4)
 
 
 def read_in(load: Expr, role: str) -> Expr:

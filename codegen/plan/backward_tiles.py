@@ -152,14 +152,14 @@ _TANGENT = {
 }
 
 
-def tangent_tile(kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, q_block: int = 0, kv_block: int = 0) -> Tile:
-    """The tile of a kernel of tangents; other arguments as for forward_tile."""
-    tile = Tile(64, 64, 1, 1) if arch == "cpu" else _TANGENT[kernel, next(w for w in (64, 128, 256) if w >= max(d_qk, d_v)), itemsize]
+def tangent_tile(kernel: str, arch: str, width: int, itemsize: int, q_block: int = 0, kv_block: int = 0) -> Tile:
+    """The tile of a kernel of tangents. `width`: the larger padded head dim; other arguments as for forward_tile."""
+    tile = Tile(64, 64, 1, 1) if arch == "cpu" else _TANGENT[kernel, next(w for w in (64, 128, 256) if w >= width), itemsize]
     if arch == "gfx942":
         tile = replace(tile, num_stages=1)
     elif arch in ("sm_80", "sm_86") and kernel == "tangent":  # 64 keys spill there
         tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, 32))
-    elif arch == "sm_90" and (kernel, itemsize) == ("tangent", 2) and 64 < max(d_qk, d_v) <= 128:  # wgmma has no use for more warps
+    elif arch == "sm_90" and (kernel, itemsize) == ("tangent", 2) and 64 < width <= 128:  # wgmma has no use for more warps
         tile = replace(tile, BLOCK_N=32, num_warps=4)
     if q_block:
         tile = replace(tile, BLOCK_M=divisor(tile.BLOCK_M, q_block), BLOCK_N=divisor(tile.BLOCK_N, kv_block))

@@ -35,7 +35,7 @@ def plan_cpu_gradients(case: TangentCase, score: Moved | None, mask: Mod | None)
     target, dtype, roles, text = _target(case), dtype_name(case.dtype), (), None
     if score:
         ordered = case._replace(deterministic=False)  # every sum has an order here
-        roles = roles_of(score.mod, ordered, score.tangents.of_loads)
+        roles = (*roles_of(score.mod, ordered, score.tangents.of_loads), *score.tangents.of_rows)
         derived = Differential(score.tangents.derived.score, roles, False, tangent=score.tangents.of_score)
         text = mod_text(*score.mod, SYMBOLS, target, tile="qk", differential=derived, tangent=score.tangents.result)
     mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score and score.mod) if mask else None

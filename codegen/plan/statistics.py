@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..mod.dtypes import dtype_name
-from ..mod.loads import dots_of, gathers, width_of_dots
+from ..mod.loads import gathers, widest_element, width_of_dots
 from ..text.mod_text import ModText
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
@@ -52,7 +52,9 @@ def plan_rows(case: StatisticsCase, backend: str, arch: str, score: Mod | None, 
     width = padded(case.d_qk, width_of_dots(score and score[0]))
     reads = any(gathers(m[0]) for m in (score, mask) if m)
     blocks = case.blocks or Blocks(False, 0, 0)
-    tile = forward_tile(arch, width, width, _itemsize(case, score), gathers=reads, q_block=blocks.q_block, kv_block=blocks.kv_block)
+    tile = forward_tile(
+        arch, width, width, widest_element(case.dtype, score and score[0]), gathers=reads, q_block=blocks.q_block, kv_block=blocks.kv_block
+    )
     rows = "[Z, Hq, Q_LEN], written"
     written = [pointer("ENTROPIES", "float32", rows)] if case.entropy else []
     written += [pointer("TOP_INDICES", "int64", rows)] if case.top_index else []
@@ -67,15 +69,9 @@ def plan_columns(case: StatisticsCase, backend: str, arch: str, score: Mod | Non
     width, blocks = padded(case.d_qk, width_of_dots(score and score[0])), case.blocks or Blocks(False, 0, 0)
     heavy = "dots" if width_of_dots(score and score[0]) else ""
     sizes = {"q_block": blocks.q_block, "kv_block": blocks.kv_block}
-    tile = backward_tile("dkv", arch, width, width, _itemsize(case, score), heavy=heavy, **sizes)
+    tile = backward_tile("dkv", arch, width, width, widest_element(case.dtype, score and score[0]), heavy=heavy, **sizes)
     tensors = [pointer("ROWS", "float32", "[Z, Hq, Q_LEN, 2], read"), pointer("SUMS", "float32", "[Z, Hq, KV_LEN], written")]
     return _plan("column_sums", case, backend, tile, score, mask, tensors, {}, "q")
-
-
-def _itemsize(case: StatisticsCase, score: Mod | None) -> int:
-    """Bytes of the widest elements that are multiplied: rows of captured tensors may be wider than q."""
-    rows = (row.dtype.itemsize for dot in (dots_of(score[0]) if score else ()) for row in dot.args)
-    return min(max(case.dtype.itemsize, *rows, 0), 4)
 
 
 def _plan(

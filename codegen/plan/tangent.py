@@ -5,13 +5,13 @@ As plan/forward.py and plan/backward.py: from what is known of a call, and no te
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from ..gpus import round_up_head_dim
 from ..mod.dtypes import dtype_name
+from ..mod.loads import widest_element, width_of_dots
 from ..mod.tangent import Tangents, tangents_of
 from ..registry import remembered
 from ..text.gradient_text import Differential
@@ -26,6 +26,8 @@ from .extras import ORDINARY, Extras
 from .forward import Blocks, Mod, block_flags, element_flags, list_numbers, list_tables
 from .geometry import in_units, known_strides
 from .roles import buffers_of, gathered_in, roles_of
+from .slices import padded
+from .tiles import Tile
 
 SYMBOLS = {**backward.SYMBOLS, "score_tangent": "qk_t", "grad_tangent": "grad_t"}
 INPUTS = ("q", "k", "v")
@@ -81,7 +83,8 @@ def plan_tangent(case: TangentCase, backend: str, arch: str, score: Mod | None, 
     if mask:
         mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score and score.mod)
     tensors, sizes = tangent_parameters(case)
-    return _step("tangent", case, backend, arch, (text, mask_text), tensors, sizes, flags=tangent_flags(case))
+    tile = _tile("tangent", case, arch, score)
+    return _step("tangent", case, backend, tile, (text, mask_text), tensors, sizes, flags=tangent_flags(case))
 
 
 def tangent_flags(case: TangentCase) -> dict[str, object]:
@@ -115,14 +118,16 @@ def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | No
     """The tangents of dK and dV, and of dQ, behind the statistics of `plan_tangent`; arguments as there."""
     target, dtype, roles, steps = _target(case, backend), dtype_name(case.dtype), (), []
     if score:
-        roles = roles_of(score.mod, case, score.tangents.of_loads)
+        roles = (*roles_of(score.mod, case, score.tangents.of_loads), *score.tangents.of_rows)
     mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score and score.mod) if mask else None
     inputs = (*INPUTS, *(f"{t}t" for t in INPUTS), "do")
     for name, own, written in (("tangent_dkv", True, ("dk", "dv")), ("tangent_dq", False, ("dq",))):
         captured, text = tuple(r for r in roles if (r[0] == "column") is own), None
+        lies = replace(target, transposed=own, ends_keys=not own)
         if score:
-            derived = Differential(score.tangents.derived.score, captured, False, tangent=score.tangents.of_score)
-            text = mod_text(*score.mod, SYMBOLS, target, tile="qk", differential=derived, tangent=score.tangents.result)
+            precision = case.float32_precision
+            derived = Differential(score.tangents.derived.score, captured, False, precision, score.tangents.of_score)
+            text = mod_text(*score.mod, SYMBOLS, lies, tile="qk", differential=derived, tangent=score.tangents.result)
         gathered = gathered_in(text, captured)
         slabs = any(role == "slab" for role, _, _ in captured)
         found = [pointer(t.upper(), dtype, SHAPES[t[0]]) for t in inputs]
@@ -132,7 +137,8 @@ def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | No
         sizes += ["Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *strides(*inputs, *written), "SM_SCALE", "TO_LOG2", *case.extras.numbers]
         sizes += [*list_numbers(case.blocks, "q" if own else "kv"), *(["first_tile"] if slabs else [])]
         buffers, axis = buffers_of(score and score.mod, gathered), "q" if own else "kv"
-        step = _step(name, case, backend, arch, (text, mask_text), found, sizes, flags={"SLABS": slabs}, buffers=buffers, axis=axis)
+        tile, more = _tile(name, case, arch, score), {"flags": {"SLABS": slabs}, "buffers": buffers, "axis": axis}
+        step = _step(name, case, backend, tile, (text, mask_text), found, sizes, **more)
         step.captured = gathered
         steps.append(step)
     return tuple(steps)
@@ -145,11 +151,17 @@ def _target(case: TangentCase, backend: str) -> Target:
     return Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
 
 
+def _tile(name: str, case: TangentCase, arch: str, score: Moved | None) -> Tile:
+    graph, blocks = score and score.mod[0], case.blocks or Blocks(False, 0, 0)
+    width = max(padded(case.d_qk, width_of_dots(graph)), padded(case.d_v))
+    return tangent_tile(name, arch, width, widest_element(case.dtype, graph), blocks.q_block, blocks.kv_block)
+
+
 def _step(
     name: str,
     case: TangentCase,
     backend: str,
-    arch: str,
+    tile: Tile,
     texts: tuple[ModText | None, ModText | None],
     tensors: list[Parameter],
     sizes: list[str],
@@ -172,8 +184,6 @@ def _step(
         "PTX": backend == "cuda",
         **flags,
     }
-    widths = round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v)
-    tile = tangent_tile(name, arch, *widths, case.dtype.itemsize, blocks.q_block if blocks else 0, blocks.kv_block if blocks else 0)
     return Step(KernelSpec(name, texts, tuple(flags.items()), backend, parameters), tile, *texts)
 
 

@@ -12,7 +12,6 @@ from ..device.devices import architecture_of, backend_of
 from ..device.kernel import kernel_for
 from ..gpus import WIDEST_TILE
 from ..mod.expr import ModGraph
-from ..mod.loads import dots_of
 from ..plan.backward import Step
 from ..plan.cpu import CpuBackwardPlan, CpuPlan
 from ..plan.cpu_tangent import plan_cpu_gradients, plan_cpu_tangent
@@ -33,12 +32,6 @@ from .launch import Launch, launch_fitting
 from .layouts import output_like, with_rows
 
 _plans: dict[tuple, Step | tuple[Step, Step] | CpuPlan | CpuBackwardPlan] = Table("plans of tangents", 1024)
-
-
-NO_DOTS = (
-    "a score_mod with a dot product of captured rows (more than 16 elements of one by q_idx with one by kv_idx) is differentiable once: no "
-    "forward mode and no second derivative. Put the rows into query and key instead (torch.cat), which gives the same scores"
-)
 
 
 class Direction(NamedTuple):
@@ -63,8 +56,7 @@ class Outputs(NamedTuple):
 
 
 def tangent(bound: Bound, direction: Direction, *, output_max: bool = False, output_rows: bool = False) -> Outputs:
-    """out, lse and what they change by in a direction, in one pass. Raises NotImplementedError for dot products of captured rows
-    and for head dims beyond 256."""
+    """out, lse and what they change by in a direction, in one pass. Raises NotImplementedError for head dims beyond 256."""
     _check_served(bound)
     if 0 in (*bound.inputs.extents, bound.v.shape[3]):
         return _nothing(bound, output_max, output_rows)
@@ -93,8 +85,6 @@ def gradient_tangents(
 
 
 def _check_served(bound: Bound) -> None:
-    if bound.score and dots_of(bound.score[0]):
-        raise NotImplementedError(NO_DOTS)
     for name, tensor in (("query", bound.q), ("value", bound.v)):
         if tensor.shape[3] > WIDEST_TILE:
             raise NotImplementedError(

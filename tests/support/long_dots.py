@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import torch
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from flexpress import create_block_mask, flex_attention
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.loads import dots_of
 from support.dense import dense_attention
 from support.evaluate import make_mod
+from support.tangents import SECOND, random_like, twice_differentiated
 
 QUERIES = ("qr[b, h, q_idx]", "qr[b, h // 2, q_idx // 2]", "by_q[q_idx]", "by_q[places[q_idx]]", "qr[0, h, q_idx - 3]")
 KEYS = ("kr[b, kv_idx]", "kr[0, kv_idx // 3 + 1]", "by_k[kv_idx, h]", "spread[b, kv_idx]")
@@ -126,3 +128,38 @@ def check_dots(p: DotProblem, device: str) -> None:
     for (name, leaf), g, e in zip(leaves.items(), got, expected, strict=True):
         loose = 2e-5 if leaf.dtype == p.dtype == torch.float32 == p.rows else 2e-2
         assert (g.double() - e).norm() <= loose * e.norm() + 1e-6, (name, (g.double() - e).norm() / e.norm())
+
+
+def check_dot_derivatives(p: DotProblem, device: str) -> None:
+    """The tangents of the output and lse, and second derivatives in everything, against dense attention in float64."""
+    values, inputs = p.captured(device), p.inputs(device)
+    mask = create_block_mask(near, None, None, *p.lengths, device) if p.masked else None
+    learned = [name for name, t in values.items() if t.requires_grad and name in p.text]
+    x = [t.detach() for t in (*inputs, *(values[name] for name in learned))]
+    direction = random_like(x, p.width + 1)
+    options = {"enable_gqa": p.heads[0] != p.heads[1], "deterministic": p.deterministic}
+
+    def ours(*x):
+        mod = p.mod(values | dict(zip(learned, x[3:], strict=True)))
+        return flex_attention(*x[:3], mod, block_mask=mask, return_lse=True, **options)
+
+    def dense(*x):
+        mod = p.dense_mod(values | dict(zip(learned, x[3:], strict=True)))
+        out, lse, _ = dense_attention(*(t.double() for t in x[:3]), mod, near if p.masked else None)
+        return out, torch.where(lse.isinf(), 0.0, lse)  # of rows with nothing to attend to
+
+    with forward_ad.dual_level():
+        duals = map(forward_ad.unpack_dual, ours(*map(forward_ad.make_dual, x, direction)))
+        found = [part.double() for dual in duals for part in (dual.primal, dual.tangent)]
+    found[2] = torch.where(found[2].isinf(), 0.0, found[2])
+    exact_x, exact_direction = ([t.double() for t in tensors] for tensors in (x, direction))
+    (out, lse), (out_t, lse_t) = torch.func.jvp(dense, tuple(exact_x), tuple(exact_direction))
+    loose = SECOND[p.dtype] if p.rows == p.dtype == torch.float32 else SECOND[torch.bfloat16]
+    for name, got, want in zip(("out", "its tangent", "lse", "its tangent"), found, (out, out_t, lse, lse_t), strict=True):
+        assert (got - want).norm() <= loose / 4 * want.norm() + 1e-6, (name, (got - want).norm() / want.norm())
+
+    weights = random_like([out, lse], p.width + 2)
+    found = twice_differentiated(ours, x, [weights[0].to(p.dtype), weights[1].float()], direction)
+    exact = twice_differentiated(dense, exact_x, weights, exact_direction)
+    for name, got, want in zip([*"qkv", *learned, "d_out", "d_lse"], found, exact, strict=True):
+        assert (got.double() - want).norm() <= loose * want.norm() + 1e-5, (name, (got.double() - want).norm() / want.norm())
