@@ -20,6 +20,7 @@ from .codegen.mod.tensors import looks_ordinary, read_captured, readable
 from .codegen.mod.trace import traced_once
 from .codegen.mod.wide import in_wide_integers
 from .codegen.plan.forward import Options
+from .codegen.registry import remembered
 from .codegen.run.block_lists import BlockLists
 from .codegen.run.call import Bound, ExtraInputs, Inputs
 from .codegen.run.statistics import Wanted
@@ -82,7 +83,7 @@ class Problem:
     def as_pushed(self) -> Problem:
         """This problem with scores as forward mode has them: scale before score_mod, which changes nothing where there is none, and query
         not rounded with scale."""
-        score = self.score or (traced_once(_unchanged, "score")[0].graph, [])
+        score = self.score or (_unchanged_graph(), [])
         return replace(self, score=score, options=self.options._replace(prescale_qk=False))
 
     def bound(self, q, k, v, captured) -> Bound:
@@ -129,6 +130,11 @@ class Problem:
         if transposed is not None:
             transposed = lambda mask: _repeated(self.transposed(mask), size)  # noqa: E731
         return replace(self, score=mods[0], mask=mods[1], lists=lists, transposed=transposed)
+
+
+@remembered("graphs of no score_mod", 1)
+def _unchanged_graph() -> ModGraph:
+    return traced_once(_unchanged, "score")[0].graph
 
 
 def _unchanged(score, b, h, q_idx, kv_idx):

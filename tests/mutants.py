@@ -2799,6 +2799,34 @@ VARIOUS = [
         named("hopper_backward_offline", "its_room"),
         "a backward kernel is compiled that no multiprocessor can hold",
     ),
+    Mutant(
+        "codegen/mod/tangent.py",
+        "reversed(moved[id(dot)])",
+        "moved[id(dot)]",
+        named("long_dots_derivatives", "moves_alone"),
+        "a row of a dot product gets what its own tangent adds, not the other's",
+    ),
+    Mutant(
+        "codegen/mod/tangent.py",
+        "                rows += [(role, dot, known[id(gradient)])] if id(gradient) in known else []\n",
+        "",
+        named("long_dots_derivatives", "forward_over"),
+        "the gradient of a row in a dot product has a tangent for its own factor alone",
+    ),
+    Mutant(
+        "codegen/plan/tangent.py",
+        "ends_keys=not own",
+        "ends_keys=False",
+        named("long_dots", "second"),
+        "rows of keys past the last one, which may be NaN, come into sums",
+    ),
+    Mutant(
+        "codegen/plan/cpu_tangent.py",
+        ", *score.tangents.of_rows)",
+        ")",
+        named("cpp", "derivative_of_dot"),
+        "rows of dot products have no second derivative in C++",
+    ),
 ]
 
 MUTANTS = [
