@@ -2803,7 +2803,7 @@ VARIOUS = [
         "codegen/mod/tangent.py",
         "reversed(moved[id(dot)])",
         "moved[id(dot)]",
-        named("long_dots_derivatives", "moves_alone"),
+        named("long_dots_derivatives", "forward_over"),
         "a row of a dot product gets what its own tangent adds, not the other's",
     ),
     Mutant(
@@ -2823,7 +2823,7 @@ VARIOUS = [
     Mutant(
         "codegen/plan/cpu_tangent.py",
         ", *score.tangents.of_rows)",
-        ")",
+        ",)",
         named("cpp", "derivative_of_dot"),
         "rows of dot products have no second derivative in C++",
     ),
