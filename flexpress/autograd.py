@@ -15,7 +15,7 @@ from flexpress.sinks import before_sinks
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.levels import one_by_one
 from .codegen.mod.loads import reached_by_gradients
-from .codegen.mod.tensors import check_values, is_transformed, is_unseen
+from .codegen.mod.tensors import check_values, is_transformed, is_unseen, savable
 from .codegen.mod.watched import are_saved_elsewhere
 from .codegen.run.backward import backward, begin
 from .codegen.run.call import Bound, ExtraInputs, Rows, for_backward
@@ -81,11 +81,8 @@ class _Attention(torch.autograd.Function):
         ctx.deterministic, ctx.raw, ctx.provisional, ctx.count = deterministic, rows.raw, rows.provisional, len(captured)
         ctx.count_all = len(captured) + len(mask_tensors)
         saved = q, k, v, out, rows.values, sinks, seed, *captured, *mask_tensors, *places
-        ctx.dtypes, ctx.of_inference = [t if t is None else t.dtype for t in saved], {}
-        if extras or captured or mask_tensors:  # autograd saves no tensor of inference mode, which has no version
-            ctx.of_inference = {i: t for i, t in enumerate(saved) if t is not None and t.is_inference()}
-            saved = [None if i in ctx.of_inference else t for i, t in enumerate(saved)] if ctx.of_inference else saved
-        ctx.save_for_backward(*saved)
+        ctx.dtypes = [t if t is None else t.dtype for t in saved]
+        ctx.save_for_backward(*(map(savable, saved) if extras or captured or mask_tensors else saved))
         ctx.set_materialize_grads(False)
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
@@ -102,8 +99,6 @@ class _Attention(torch.autograd.Function):
             if not transformed:
                 check_values("the backward pass of flex_attention")
         saved = ctx.saved_tensors
-        if ctx.of_inference:
-            saved = [ctx.of_inference.get(i, t) for i, t in enumerate(saved)]
         if [t if t is None else t.dtype for t in saved] != ctx.dtypes:
             raise TypeError("hooks of saved tensors gave flex_attention's back in other dtypes; they must unpack what was packed")
         q, k, v, out, values, sinks, seed, *others = saved
@@ -141,8 +136,7 @@ def _differentiable(ctx, bound: Bound, given: tuple, mask_tensors: list[torch.Te
         values = values * values.new_tensor([bound.scale, 1.0])
     problem = Problem.of(bound, ctx.deterministic)
     unlearned = [*mask_tensors, *([bound.extras.seed] if problem.dropout else [])]
-    others = (t.clone() if t.is_inference() else t for t in (*bound.captured, *unlearned))  # as these are saved once more
-    x = bound.q, bound.k, bound.v, *others
+    x = bound.q, bound.k, bound.v, *bound.captured, *unlearned
     needed, of_sinks = Needed.of(ctx), None
     of_x = [*needed[:3], *needed.captured, *(False for _ in unlearned)]
     if bound.sinks is not None:  # a function of attention without them, of which nothing was kept

@@ -237,7 +237,7 @@ def _export(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     except FileExistsError as error:
         parser.error(str(error).replace("overwrite=True", "--overwrite"))
     except (ValueError, NotImplementedError, OSError) as error:
-        parser.error(str(error))
+        parser.error(str(error).replace("pass backward=False", "leave --backward out"))
     print(given.output)
     return 0
 

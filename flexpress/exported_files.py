@@ -27,6 +27,9 @@ def write(text: str, path: str | os.PathLike | None, layout: str, overwrite: boo
     for file in files:
         if file.exists() and not file.is_file():
             raise FileExistsError(f"{file} is there already, and no file that could be written anew; choose another path")
+        above = next(folder for folder in file.absolute().parents if folder.exists())
+        if not above.is_dir():
+            raise NotADirectoryError(f"{file} cannot be written: {above} is a file, and no folder; choose another path")
     there = [str(file) for file in files if os.path.lexists(file)]
     if there and not overwrite:
         raise FileExistsError(f"{there[0]} is there already; choose another path, or pass overwrite=True")

@@ -26,6 +26,7 @@ from .codegen.compiling import runs_uncompiled
 from .codegen.gpus import WIDEST_TILE
 from .codegen.mod.levels import one_by_one
 from .codegen.mod.scaled import scaled_graph
+from .codegen.mod.tensors import savable
 from .codegen.run.call import Bound, ExtraInputs
 from .codegen.run.captured import all_apart
 from .codegen.run.statistics import Statistics, Wanted, statistics
@@ -101,8 +102,7 @@ class Looked(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.problem, q, k, _, *others = inputs
         tensors = q, k, None, *others
-        # autograd saves no tensor of inference mode, which has no version
-        ctx.save_for_backward(*(t.clone() if t is not None and t.is_inference() else t for t in tensors))
+        ctx.save_for_backward(*map(savable, tensors))
         if ctx.problem.wanted.top_index:
             ctx.mark_non_differentiable(output[int(ctx.problem.wanted.entropy)])
         ctx.save_for_forward(*tensors)

@@ -12,7 +12,7 @@ from flexpress.kv_cache import readable
 from flexpress.rope import check_reached, check_rope, rotated
 
 from .codegen.mod.levels import is_mapped
-from .codegen.mod.tensors import is_transformed
+from .codegen.mod.tensors import is_transformed, savable
 from .codegen.run.call import Cached
 from .codegen.run.update_cache import update
 
@@ -120,8 +120,7 @@ def _keep(ctx, inputs, output) -> None:
     x, rope, positions, cu_seqlens_q, ctx.interleaved, ctx.rope_tail, _ = inputs
     if rope.requires_grad:
         raise NotImplementedError(f"rope requires grad, but apply_rope has no gradient of it: pass rope.detach(), got {described(rope)}")
-    # autograd saves no tensor of inference mode
-    ctx.save_for_backward(*(t.clone() if t is not None and t.is_inference() else t for t in (rope, positions, cu_seqlens_q)))
+    ctx.save_for_backward(*map(savable, (rope, positions, cu_seqlens_q)))
 
 
 def _differentiate(ctx, d_turned):

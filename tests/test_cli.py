@@ -119,6 +119,8 @@ def test_the_example_follows_the_heads(tmp_path, recipe):
         (["export", "causal", "--page-size", "-4", "-o", "x"], "argument --page-size"),
         (["export", "causal", "--head-dim", "300", "--backward", "-o", "x"], "exported files have backward kernels up to 256"),
         (["export", "causal", "-o", __file__], "is there already; choose another path, or pass --overwrite"),
+        (["export", "causal", "--target", "cpu", "-o", f"{__file__}/x.py"], "test_cli.py is a file, and no folder"),
+        (["export", "causal", "--head-dim", "320", "--backward", "-o", "x.py"], "up to 256, leave --backward out"),
         (["render", "caual"], "invalid choice: 'caual'"),
         (["render", "causal", "--head-dim", "600"], "'600' is not a head dim: write 1 to 512"),
         (["render", "causal", "--target", "sm_70"], "invalid choice: 'sm_70'"),

@@ -18,6 +18,46 @@ def fresh():
     dynamo.reset()
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "export"])
+def test_tables_are_looked_at_before_compiled_code_writes(backend):
+    """On a CPU, as in eager mode: for room, lengths, entries, padding, pages and two tokens with one place."""
+    generator = torch.Generator().manual_seed(2)
+    q, new, cache = (torch.randn(shape, generator=generator) for shape in ((2, 1, 4, 16), (2, 1, 2, 16), (2, 8, 2, 16)))
+    ints = lambda *n: torch.tensor(n, dtype=torch.int32)  # noqa: E731
+
+    def whole(q, k, k_cache, v_cache, lengths, entries):
+        return flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=lengths, cache_batch_idx=entries)
+
+    def paged(q, k, k_cache, v_cache, lengths, entries):
+        padding, table = (lengths - 3).clone(), entries.view(2, 1)
+        return flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=3, cache_leftpad=padding, block_table=table)
+
+    def packed(q, k, k_cache, v_cache, lengths, entries):
+        starts, table = ints(0, 1, 2), entries.view(2, 1)
+        held = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return flash_attn.flash_attn_varlen_func(q[:, 0], k_cache, v_cache, starts, held, 1, 8, block_table=table)
+
+    for run, cases in (
+        (whole, (((8, 3), (0, 1)), ((-3, 3), (0, 1)), ((3, 3), (0, 7)), ((3, 3), (0, 0)))),
+        (paged, (((2, 3), (0, 1)), ((3, 13), (0, 1)), ((3, 3), (0, 7)), ((3, 3), (1, 1)))),
+        (packed, (((9, 3), (0, 1)), ((3, 3), (0, -1)))),
+    ):
+        fine = q, new, cache.clone(), cache.clone(), ints(3, 4), ints(0, 1)
+        if backend == "export":
+            module = type("Step", (torch.nn.Module,), {"forward": lambda self, *given, run=run: run(*given)})()
+            compiled = torch.export.export(module, fine).module()
+        else:
+            compiled = torch.compile(run, backend=backend, fullgraph=True)
+        again = *fine[:2], cache.clone(), cache.clone(), *fine[4:]
+        assert torch.equal(compiled(*fine), run(*again)) and torch.equal(fine[2], again[2])
+        for lengths, entries in cases:
+            for attend in (run, compiled):
+                caches = cache.clone(), cache.clone()
+                with pytest.raises(ValueError, match="room for|names|both write"):
+                    attend(q, new, *caches, ints(*lengths), ints(*entries))
+                assert all(torch.equal(c, cache) for c in caches)
+
+
 def random(*shape, device):
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(device).requires_grad_()

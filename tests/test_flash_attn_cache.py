@@ -355,8 +355,16 @@ BAD = {
     "slopes": (dict(alibi_slopes=torch.ones(2, 2)), ValueError, r"alibi_slopes must have shape \(4,\) or \(2, 4\)"),
     "gradients": (dict(q=Q.clone().requires_grad_()), NotImplementedError, "q requires grad, but flash_attn_with_kvcache is not diff"),
     "a huge length": (dict(cache_seqlens=2**31), ValueError, "cache_seqlens is 2147483648, but a sequence in the cache has room for 8"),
-    "query heads": (dict(q=Q[:, :, :3]), ValueError, "has 3 heads, no multiple of the 2 heads of k_cache"),
-    "another head dim": (dict(q=Q[..., :8]), ValueError, "do not fit|k must be"),
+    "query heads": (dict(q=Q[:, :, :3]), ValueError, r"q's number of heads must be a multiple of k_cache's, got q \(2, \d, 3, 16\)"),
+    "another head dim": (dict(q=Q[..., :8]), ValueError, r"q and k_cache must have the same head dim, got q \(2, \d, 4, 8\)"),
+    "queries of float64": (dict(q=Q.double()), TypeError, "q must be float16, bfloat16 or float32, or float8_e4m3fn as k_cache"),
+    "queries of float8": (dict(q=Q.to(torch.float8_e4m3fn)), TypeError, "q must be float16.* got torch.float8_e4m3fn and torch.float32"),
+    "another cache": (
+        dict(v_cache=CACHE[:, :5]),
+        ValueError,
+        r"k_cache \(.*\) and v_cache \(.*\) must be alike in all extents but the last",
+    ),
+    "a cache of halves": (dict(v_cache=CACHE.half()), TypeError, "k_cache and v_cache must have the same dtype"),
     "a scale that is none": (dict(softmax_scale=math.nan), ValueError, "scale must be finite in float32, got nan"),
     "a huge scale": (dict(softmax_scale=math.inf), ValueError, "scale must be finite in float32, got inf"),
     "words for a scale": (dict(softmax_scale="1"), TypeError, "scale must be a number, got str"),
@@ -402,7 +410,7 @@ def test_bad_arguments_leave_the_caches_as_they_were(paged, turns):
             assert all((c == 0).any() for c in caches)
             continue
         with pytest.raises((error, ValueError)):
-            flash_attn_with_kvcache(k_cache=caches[0], v_cache=caches[1], **given)
+            flash_attn_with_kvcache(**{"k_cache": caches[0], "v_cache": caches[1], **given})
         assert all((c == 1).all() for c in caches), name
 
 
@@ -441,8 +449,12 @@ def test_errors_of_packed_queries_on_pages():
         "cu_seqlens_k must be": dict(cu_k=cu.long()),
         "room for 4": dict(cu_k=cu * 2),
         r"k must be \(pages, page size, Hkv, D\)": dict(k=pages[0]),
+        r"q's number of heads must be a multiple of k's, got q \(4, 3, 16\) and k \(3, 4, 2, 16\)": dict(q=torch.zeros(4, 3, 16)),
+        "q and k must have the same head dim": dict(q=q[..., :8]),
+        "k and v must have the same dtype": dict(k=pages.half()),
+        "q must be float16, bfloat16 or float32": dict(q=q.double()),
     }.items():
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, TypeError), match=words):
             call(**arguments)
     with pytest.raises(NotImplementedError, match="k requires grad, but flash_attn_varlen_func with a block_table is not differentiable"):
         call(k=pages.clone().requires_grad_())

@@ -444,6 +444,22 @@ def test_tensors_of_inference_mode_beside_gradients(device):
     torch.testing.assert_close(second, torch.autograd.grad(gradient(True).square().sum(), q)[0])
 
 
+def test_tensors_of_inference_mode_that_are_overwritten_before_the_backward_pass():
+    """autograd counts no writes to them: the backward pass has what the forward pass read."""
+    q = torch.randn(1, 2, 20, 16, requires_grad=True)
+    with torch.inference_mode():
+        slopes, ids, seed, logits = torch.randn(2), torch.arange(20) // 6, torch.tensor([5]), torch.randn(2)
+    mods = {"score_mod": lambda s, b, h, i, j: s + slopes[h] * j, "mask_mod": lambda b, h, i, j: ids[i] >= ids[j]}
+    out, lse = flex_attention(q, q, q, **mods, sinks=logits, dropout_p=0.3, dropout_seed=seed, return_lse=True)
+    found = []
+    for _ in range(2):
+        found.append(torch.autograd.grad(out.square().sum() + lse.sum(), q, retain_graph=True)[0])
+        with torch.inference_mode():
+            for tensor in (slopes, seed, logits, ids):
+                tensor.add_(1).mul_(3)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", ["explain", "precompile"])
 def test_forward_mode_around_functions_that_do_not_follow_it(name):
     q = torch.randn(1, 2, 9, 16)

@@ -332,6 +332,11 @@ def read_captured(bound: tuple, device: torch.device, where: str, gather: Callab
             )
 
 
+def savable(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """As autograd saves it: of a tensor of inference mode, which has no version, a copy."""
+    return tensor.clone() if tensor is not None and tensor.is_inference() else tensor
+
+
 def tensors_in(value):
     """The tensors in lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):

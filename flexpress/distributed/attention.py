@@ -31,7 +31,7 @@ from flexpress.sinks import fold_sinks, read_sinks
 from ..codegen.compiling import runs_uncompiled
 from ..codegen.mod.bind import bind, graph_of
 from ..codegen.mod.graph_text import text_of
-from ..codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured, readable_inputs
+from ..codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured, readable_inputs, savable
 from ..codegen.mod.watched import are_saved_elsewhere
 from ..codegen.run.backward import backward
 from ..codegen.run.call import Bound, Rows
@@ -275,9 +275,7 @@ class _InContext(torch.autograd.Function):
         # those of mask_mod, too: autograd notices if they are overwritten before the backward pass
         of_masks = {id(t): t for call in calls if call and call.mask for t in call.mask[1][: len(call.mask[0].tensors)]}
         of_masks = [t for t in of_masks.values() if not t.is_inference()]
-        ctx.of_inference = {i: t for i, t in enumerate(captured) if t.is_inference()}  # which autograd does not save
-        saved = [None if i in ctx.of_inference else t for i, t in enumerate(captured)]
-        ctx.save_for_backward(q, out, *of_rows, *keys_and_values, *saved, *of_masks)
+        ctx.save_for_backward(q, out, *of_rows, *keys_and_values, *map(savable, captured), *of_masks)
         ctx.captured = len(captured)
         ctx.set_materialize_grads(False)
         if maxima is not None:
@@ -290,7 +288,7 @@ class _InContext(torch.autograd.Function):
         count = len(ctx.groups)
         rows, others = others[:count], others[count:]
         count = count if ctx.exchange.keeps else 2
-        captured = [ctx.of_inference.get(i, t) for i, t in enumerate(others[count : count + ctx.captured])]
+        captured = others[count : count + ctx.captured]
         with torch.no_grad():
             found = _InContext.gradients(ctx, q, out, rows, others[:count], captured, d_out, d_lse)
         return None, None, None, None, None, *once(found, (out,))

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from flexpress.cache_checks import check_no_gradients, check_plain, check_table, described, take_rows
+from flexpress.cache_checks import check_no_gradients, check_plain, check_table, described
 from flexpress.cached import attention_after, cached_attention
 from flexpress.checks import whole
-from flexpress.codegen.mod.tensors import check_surroundings, tracing
+from flexpress.codegen.mod.tensors import check_surroundings
 from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, read_options, same_place, score_mod_of
+from flexpress.flash_attn.tables import check_together, checked_lengths
 from flexpress.in_graph import compilable
 from flexpress.kv_cache import update_cache
 from flexpress.packed_checks import check_cu_seqlens
@@ -66,7 +67,7 @@ def flash_attn_with_kvcache(
     (B, Sq, Hq, D).
 
     On a GPU the contents of cache_seqlens, cache_leftpad, cache_batch_idx and block_table are not looked at: nothing outside of the cache
-    is read or written whatever they hold. On the CPU they are checked before anything is written.
+    is read or written whatever they hold. On the CPU they are checked before anything is written, in compiled programs, too.
 
     Raises ValueError or TypeError for arguments, and NotImplementedError where gradients are on and a tensor requires grad: there is no
     backward pass. Source of signature and meaning: FlashAttention 2.8.
@@ -81,9 +82,7 @@ def flash_attn_with_kvcache(
         check_no_gradients("flash_attn_with_kvcache", "call it under torch.no_grad()", **tensors, **learned)
     lengths, room = _lengths(cache_seqlens, q, k, k_cache, block_table)
     rope = _rope(rotary_cos, rotary_sin, q, k, room)
-    _check_contents(lengths, 0 if k is None else k.shape[1], room, k_cache, cache_batch_idx, block_table)
-    if cache_leftpad is not None and cache_leftpad.device.type == "cpu" and not tracing():
-        _check_range("cache_leftpad", cache_leftpad.tolist(), "positions", room + 1)
+    lengths = checked_lengths(lengths, 0 if k is None else k.shape[1], room, k_cache, cache_batch_idx, block_table, cache_leftpad)
     filled = lengths if k is None else lengths + k.shape[1]
     query, meaning = q.transpose(1, 2), _meaning(options, q.shape[1] == 1, softmax_scale, sinks)
     read, bring = (k_cache, v_cache, filled, where), None
@@ -108,6 +107,7 @@ def attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning: tup
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
     for name, pages in (("k", k), ("v", v)):
         check_plain(name, pages, "(pages, page size, Hkv, D)")
+    check_together(q, k, v, ("k", "v"))
     batch = cu_seqlens_q.shape[0] - 1
     check_table("cu_seqlens_k", cu_seqlens_k, (batch + 1,), torch.int32, q.device)
     check_table("block_table", block_table, (batch, None), torch.int32, q.device)
@@ -116,10 +116,8 @@ def attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning: tup
     if torch.is_grad_enabled():
         tensors = dict(q=q, k=k, v=v, alibi_slopes=options.alibi_slopes, sinks=sinks)
         check_no_gradients("flash_attn_varlen_func with a block_table", "leave it out to train, or use torch.no_grad()", **tensors)
-    lengths = cu_seqlens_k.diff()
-    _check_contents(lengths, 0, block_table.shape[1] * k.shape[1], k, None, block_table)
-    if q.device.type == "cpu" and not tracing() and int(cu_seqlens_q.diff().amax() if batch else 0) > longest:
-        raise ValueError(f"max_seqlen_q is {longest}, but a sequence has more queries: cu_seqlens_q is {cu_seqlens_q.tolist()}")
+    asked = {"cu_seqlens_q": cu_seqlens_q, "longest": longest}
+    lengths = checked_lengths(cu_seqlens_k.diff(), 0, block_table.shape[1] * k.shape[1], k, None, block_table, **asked)
     where = {"page_table": block_table, "cu_seqlens_q": cu_seqlens_q.to(torch.int32), "max_q_len": longest}
     out, lse = cached_attention(q, k, v, lengths, **where, **_meaning(options, longest == 1, softmax_scale, sinks), return_lse=True)
     return out, lse.transpose(0, 1)
@@ -141,6 +139,7 @@ def _placed(q, k_cache, v_cache, k, v, cache_batch_idx, cache_leftpad, block_tab
     layouts = ("q", q, "(B, Sq, Hq, D)"), ("k_cache", k_cache, "(N, S, Hkv, D)"), ("v_cache", v_cache, "(N, S, Hkv, D)")
     for name, tensor, layout in layouts:
         check_plain(name, tensor, layout)
+    check_together(q, k_cache, v_cache, ("k_cache", "v_cache"))
     if (k is None) != (v is None):
         raise ValueError(f"k and v go together, got {'k' if v is None else 'v'} alone")
     B = q.shape[0]
@@ -277,31 +276,3 @@ def _append(query, k, v, k_cache, v_cache, lengths: tuple, where: dict, rope, in
     positions = before[:, None] + (steps if limited else torch.zeros_like(steps))
     angles = rope[positions.clamp(0, rope.shape[0] - 1)].unsqueeze(2)
     return rotated(query.transpose(1, 2), angles, interleaved).transpose(1, 2)
-
-
-def _check_contents(lengths, new: int, room: int, cache, cache_batch_idx, block_table) -> None:
-    """On the CPU: are all positions, entries and pages in the cache? Queries may be more than keys."""
-    if cache.device.type != "cpu" or tracing():
-        return
-    entries, counts = cache.shape[0], lengths.tolist()
-    for b, n in enumerate(counts):
-        if n < 0 or n + new > room:
-            raise ValueError(f"sequence {b} has {n} positions in the cache and {new} new ones; there is room for {room}")
-    size, holders, called = cache.shape[1], {}, "page {} (block_table)"
-    if block_table is not None:
-        places = block_table.tolist()
-        for b, (n, pages) in enumerate(zip(counts, places, strict=True)):
-            _check_range(f"block_table[{b}]", pages[: -(-(n + new) // size)], "pages", entries)
-    elif cache_batch_idx is not None:
-        places, called = [[entry] for entry in cache_batch_idx.tolist()], "entry {} (cache_batch_idx)"
-        _check_range("cache_batch_idx", [entry for (entry,) in places], "entries", entries)
-    else:
-        return
-    for b, (n, pages) in enumerate(zip(counts, places, strict=True) if new else ()):
-        for first in range(n - n % size, n + new, size):  # page by page; an entry is one page
-            take_rows(holders, b, pages[first // size], range(max(n - first, 0), min(n + new - first, size)), called)
-
-
-def _check_range(name: str, found: list[int], what: str, count: int) -> None:
-    if found and not 0 <= min(found) <= max(found) < count:
-        raise ValueError(f"{name} names {what} from {min(found)} to {max(found)}; the cache has {what} 0 to {count - 1}")
