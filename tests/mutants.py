@@ -2826,6 +2826,7 @@ VARIOUS = [
         ",)",
         named("cpp", "derivative_of_dot"),
         "rows of dot products have no second derivative in C++",
+        "time-out",
     ),
 ]
 
