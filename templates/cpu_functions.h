@@ -143,8 +143,8 @@ template <class A, class B> INLINE auto floor_div_float(A x, B y) {
     return lanewise([](float a, float b) {
         if (b == 0) return a / b;
         const float rest = __builtin_fmodf(a, b), quotient = (a - rest) / b - (rest != 0 && (rest < 0) != (b < 0) ? 1.0f : 0.0f);
-        const float whole = __builtin_floorf(quotient);
-        return quotient - whole > 0.5f ? whole + 1 : whole;
+        const float below = __builtin_floorf(quotient), whole = quotient - below > 0.5f ? below + 1 : below;
+        return whole == 0 ? __builtin_copysignf(0.0f, a / b) : whole;
     }, x, y);
 }
 template <class A, class B> INLINE auto floor_mod_float(A x, B y) {

@@ -2828,6 +2828,55 @@ VARIOUS = [
         "rows of dot products have no second derivative in C++",
         "time-out",
     ),
+    Mutant(
+        "codegen/mod/dispatch.py",
+        "TensorView(_detached(found.tensor), found.index)",
+        "found",
+        named("backward", "rows_that_no_grad_reads or product_that_no_grad"),
+        "no_grad does not hide what is left of a tensor",
+    ),
+    Mutant(
+        "codegen/mod/dispatch.py",
+        "tuple(replace(row, tensor=_detached(row.tensor)) for row in found.rows)",
+        "found.rows",
+        named("backward", "rows_that_no_grad_reads"),
+        "no_grad does not hide the factors of a product of rows",
+    ),
+    Mutant(
+        "codegen/mod/vector_moves.py",
+        "Sym(items[numbers.item()].expr)",
+        "items[numbers.item()]",
+        named("backward", "rows_that_no_grad_reads"),
+        "a view of a symbol that no_grad makes has a gradient",
+    ),
+    Mutant(
+        "codegen/text/expressions.py",
+        "if row.picks is not None and",
+        "if False and row.picks is not None and",
+        named("ops", "literals"),
+        "the smaller of a narrow integer and a number has 32 bits",
+    ),
+    Mutant(
+        "flexpress/autograd.py",
+        "map(savable, saved)",
+        "saved",
+        named("kinds_of_tensors", "inference_mode"),
+        "tensors of inference mode are not saved",
+    ),
+    Mutant(
+        "codegen/mod/tensors.py",
+        "return tensor.clone() if tensor is not None and tensor.is_inference() else tensor",
+        "return tensor",
+        named("kinds_of_tensors", "inference_mode"),
+        "tensors of inference mode are not copied",
+    ),
+    Mutant(
+        "flexpress/flash_attn/tables.py",
+        "    if tracing():\n        return torch.ops.flexpress.flash_cache_lengths(*given)\n",
+        "    if tracing():\n        return lengths\n",
+        named("compiled_flash_attn", "looked_at"),
+        "tables of caches are not looked at in compiled programs",
+    ),
 ]
 
 MUTANTS = [

@@ -494,6 +494,67 @@ def test_no_gradient_flows_through_what_no_grad_makes(hidden, device):
     assert relative_error(given.grad, exact.grad) < 1e-2
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        lambda a, c, m, n: a[m] * c[n],
+        lambda a, c, m, n: (a[m].float(), c[n]),
+        lambda a, c, m, n: (a[m] * 1.0, c[n] * 1.0),
+        lambda a, c, m, n: (a[m], c[n]),
+    ],
+    ids=["product", "a cast", "elements", "rows"],
+)
+def test_no_gradient_flows_to_rows_that_no_grad_reads(hidden, device):
+    """What is left of a tensor, long rows, and products of them; the other row of a product has its gradient."""
+    generator = torch.Generator().manual_seed(2)
+    q, a, c, table = (torch.randn(*shape, generator=generator).to(device) for shape in ((1, 2, 32, 16), (32, 24), (32, 24), (2, 32)))
+    a, c, table = (t.requires_grad_() for t in (a, c, table))
+
+    def mod(score, b, h, m, n):
+        with torch.no_grad():
+            found, row, same = hidden(a, c, m, n), table[h], score.view(())
+        one, other = found if type(found) is tuple else (found, 1.0)
+        return score + 0.1 * (one * other).sum(-1) + row[n] + 0.1 * same
+
+    x = q.clone().requires_grad_()
+    out = flex_attention(x, q, q, mod)
+    exact = q.double().requires_grad_()
+    score = exact @ q.double().mT * 0.25
+    expected = (score + 0.1 * a.double() @ c.double().T + table[None, :, None].double() + 0.1 * score.detach()).softmax(-1) @ q.double()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    found = torch.autograd.grad(out.square().sum(), [x, a, c, table], allow_unused=True)
+    assert not any(g is not None and g.any() for g in found[1:])
+    assert relative_error(found[0], torch.autograd.grad(expected.square().sum(), exact)[0]) < 1e-4
+
+
+def test_one_row_of_a_product_that_no_grad_reads():
+    a, c, q = torch.randn(20, 24, requires_grad=True), torch.randn(20, 24, requires_grad=True), torch.randn(1, 1, 20, 16)
+
+    def mod(score, b, h, m, n):
+        with torch.no_grad():
+            row = a[m]
+        return score + 0.1 * torch.dot(row, c[n])
+
+    found = torch.autograd.grad(flex_attention(q, q, q, mod).square().sum(), [a, c], allow_unused=True)
+    wanted = torch.autograd.grad(flex_attention(q, q, q, lambda s, b, h, m, n: s + 0.1 * torch.dot(a[m], c[n])).square().sum(), c)
+    assert found[0] is None or not found[0].any()
+    torch.testing.assert_close(found[1], wanted[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_logarithm_that_no_gradient_reaches(device):
+    """xlogy of 0 where `where` takes something else: no NaN, as in torch."""
+    q, w = torch.randn(1, 1, 16, 16, device=device, requires_grad=True), torch.tensor(0.7, device=device, requires_grad=True)
+    p = torch.tensor([0.0, 0.5] * 8, device=device)
+    mod = lambda s, b, h, i, j: torch.where(p[j] > 0, torch.xlogy(w, p[j]) + torch.xlogy(s, p[j]), s)  # noqa: E731
+    found = torch.autograd.grad(flex_attention(q, q, q, mod).square().sum(), (w, q))
+    scores = (q @ q.mT).double() / 4
+    scores = torch.where(p > 0, torch.xlogy(w, p.double()) + torch.xlogy(scores, p.double()), scores)
+    exact = torch.autograd.grad((scores.softmax(-1) @ q.double()).square().sum(), (w, q))
+    assert all(relative_error(a, b) < 1e-4 for a, b in zip(found, exact, strict=True))
+
+
 def test_a_deterministic_gradient_by_the_score_is_refused():
     q, table = torch.randn(1, 2, 20, 16), torch.randn(64, requires_grad=True)
 

@@ -359,6 +359,10 @@ LITERALS = [
     "q_idx.clone()",
     "score.detach()",
     "1.0 / -(score * 0)",
+    "torch.minimum((q_idx * 40).to(torch.uint8), torch.tensor(200, dtype=torch.uint8)) + 100",
+    "torch.max(torch.full_like(kv_idx.to(torch.int8), 100), kv_idx.to(torch.int8)) * 2",
+    "(torch.maximum((q_idx * 9000).to(torch.int16), torch.tensor(20000, dtype=torch.int16)) + 20000 > 30000) * 1.0",
+    "1.0 / ((kv_idx * -0.0) // -3.0) + 1.0 / ((kv_idx * -0.0) // 2.0)",
 ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -83,9 +84,18 @@ def dispatch(function, args: tuple, kwargs: dict):
 def _without_gradient(found):
     if type(found) in (list, tuple):
         return type(found)(map(_without_gradient, found))
-    if type(found) is Vector and not found.rows:
+    if type(found) is TensorView:
+        return TensorView(_detached(found.tensor), found.index)
+    if type(found) is Vector and found.rows:  # whose elements may never be made, and later than this
+        rows = tuple(replace(row, tensor=_detached(row.tensor)) for row in found.rows)
+        return Vector(lambda: [apply(_DETACH, (item,), {}) for item in found.items], found.shape, rows, found.dtype)
+    if type(found) is Vector:
         return Vector([_without_gradient(item) for item in found.items], found.shape)
     return Sym(running().made(found.expr)) if type(found) is Sym else found
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return running().host(torch.Tensor.detach, (tensor,), {}, "detached") if tensor.dtype.is_floating_point else tensor
 
 
 def _dispatched(function, args: tuple, kwargs: dict):

@@ -47,8 +47,10 @@ def _xlogy(x, y):
     both = x + y
     dtype = torch.float32 if is_integral(both) else both.dtype  # of the result; torch rounds y to it before the logarithm
     y = torch.full_like(x, y, dtype=dtype) if is_number(y) else y.to(dtype)
-    nothing = (x == 0) & ((y <= 0) | (y == math.inf))
-    return torch.where(nothing, 0.0, x * torch.log(torch.where(nothing, 1.0, y)))
+    nothing, endless = (x == 0) & ((y <= 0) | (y == math.inf)), y == 0
+    # at y = 0 no gradient: 0 of it times the logarithm would be NaN where torch has 0
+    infinite = (x if is_number(x) else x.detach().to(dtype)) * -math.inf
+    return torch.where(nothing, 0.0, torch.where(endless, infinite, x * torch.log(torch.where(nothing | endless, 1.0, y))))
 
 
 def _sinc(x):

@@ -218,7 +218,7 @@ def _elements(numbers, items: list[Sym]):
     if not numbers.numel():
         raise running().error("a vector without elements", "Vectors have at least one.")
     if not numbers.ndim:
-        return items[numbers.item()]
+        return Sym(items[numbers.item()].expr)  # another tensor than the one that was moved, as in torch
     return Vector([items[i] for i in numbers.flatten().tolist()], numbers.shape)
 
 

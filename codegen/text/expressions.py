@@ -97,6 +97,8 @@ class Expressions:
         operands = [self.operand(a, w) for a, w in zip(node.args, wanted, strict=True)]
         if row.chooses and all(a.is_literal for a in node.args[1:]):
             operands[1] = self.language.number(operands[1], node.dtype)
+        if row.picks is not None and kind(node.dtype) == "int" and node.dtype.itemsize < 4:  # functions take a bare number for an int32
+            operands = [self.language.number(o, node.dtype) if a.is_literal else o for o, a in zip(operands, node.args, strict=True)]
         if row.plainer is not None and row.plainer[1](node.dtype, *map(self.range_of, node.args)):
             return self.language.plainer(row, *operands)
         precision = EXACT if id(node) in self.deciding else self.target.precision
