@@ -498,12 +498,13 @@ def test_no_gradient_flows_through_what_no_grad_makes(hidden, device):
 @pytest.mark.parametrize(
     "hidden",
     [
-        lambda a, c, m, n: a[m] * c[n],
-        lambda a, c, m, n: (a[m].float(), c[n]),
-        lambda a, c, m, n: (a[m] * 1.0, c[n] * 1.0),
-        lambda a, c, m, n: (a[m], c[n]),
+        lambda a, c, m, n, rows: a[m] * c[n],
+        lambda a, c, m, n, rows: rows[0] * rows[1],
+        lambda a, c, m, n, rows: (a[m].float(), c[n]),
+        lambda a, c, m, n, rows: (a[m] * 1.0, c[n] * 1.0),
+        lambda a, c, m, n, rows: (a[m], c[n]),
     ],
-    ids=["product", "a cast", "elements", "rows"],
+    ids=["product", "product of rows read before", "a cast", "elements", "rows"],
 )
 def test_no_gradient_flows_to_rows_that_no_grad_reads(hidden, device):
     """What is left of a tensor, long rows, and products of them; the other row of a product has its gradient."""
@@ -512,8 +513,9 @@ def test_no_gradient_flows_to_rows_that_no_grad_reads(hidden, device):
     a, c, table = (t.requires_grad_() for t in (a, c, table))
 
     def mod(score, b, h, m, n):
+        rows = a[m], c[n]
         with torch.no_grad():
-            found, row, same = hidden(a, c, m, n), table[h], score.view(())
+            found, row, same = hidden(a, c, m, n, rows), table[h], score.view(())
         one, other = found if type(found) is tuple else (found, 1.0)
         return score + 0.1 * (one * other).sum(-1) + row[n] + 0.1 * same
 
