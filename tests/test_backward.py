@@ -516,8 +516,8 @@ def test_no_gradient_flows_to_rows_that_no_grad_reads(hidden, device):
         rows = a[m], c[n]
         with torch.no_grad():
             found, row, same = hidden(a, c, m, n, rows), table[h], score.view(())
-        one, other = found if type(found) is tuple else (found, 1.0)
-        return score + 0.1 * (one * other).sum(-1) + row[n] + 0.1 * same
+        products = found[0] * found[1] if type(found) is tuple else found
+        return score + 0.1 * products.sum(-1) + row[n] + 0.1 * same
 
     x = q.clone().requires_grad_()
     out = flex_attention(x, q, q, mod)
