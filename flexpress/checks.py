@@ -89,7 +89,7 @@ def check_tensors(query, key, value, enable_gqa: bool, kinds: bool = True) -> No
         raise ValueError(f"key and value must have the same number of heads, got key {_shape(key)} and value {_shape(value)}")
     if key.shape[0] != value.shape[0]:
         raise ValueError(f"key and value must have the same batch size, got key {_shape(key)} and value {_shape(value)}")
-    if key.shape[0] not in (1, query.shape[0]):
+    if key.shape[0] != query.shape[0] and key.shape[0] != 1:  # in this order, as a batch that a compiler does not know is no number
         raise ValueError(f"key and value must have query's batch size or 1, got query {_shape(query)} and key {_shape(key)}")
     check_heads(query, key, enable_gqa)
     for name, t in named.items():

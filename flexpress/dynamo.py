@@ -104,7 +104,7 @@ class CallVariable(TorchHigherOrderOperatorVariable):
         try:
             with discard_graph_changes(tx):
                 symbols = [scalar(name) for name in names]
-            with TransformGetItemToIndex(), _floats_of_the_whole_graph():
+            with TransformGetItemToIndex(), _floats_of_the_whole_graph(), _one_record_of_changes(tx):
                 (_, _), graph, captured = speculate_subgraph(
                     tx, mod, symbols, {}, f"{function}: {key}", source_target=self.value, set_subgraph_inputs="flatten_manual"
                 )
@@ -140,6 +140,20 @@ def _floats_of_the_whole_graph() -> Iterator[None]:
         yield
     finally:
         VariableBuilder.wrap_symfloat = wrap
+
+
+@contextlib.contextmanager
+def _one_record_of_changes(tx) -> Iterator[None]:
+    """When Dynamo has traced a mod, a copy takes the place of its record of what the program has changed. Attributes of objects that were
+    written before go on into the one that there was, so that one is brought to the copy's state, and stays."""
+    record = tx.output.side_effects
+    try:
+        yield
+    finally:
+        copy = tx.output.side_effects
+        if copy is not record:
+            vars(record).update(vars(copy))
+            tx.output.side_effects = record
 
 
 def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):

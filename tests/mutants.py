@@ -728,8 +728,8 @@ CHECKS = [
     ),
     Mutant(
         "flexpress/distributed/attention.py",
-        "*saved, *of_masks)",
-        "*saved)",
+        "*map(savable, captured), *of_masks)",
+        "*map(savable, captured))",
         named("context", "written_to"),
         "a mask's tensor may be overwritten before the backward pass",
     ),
@@ -1458,8 +1458,8 @@ INTEGRATIONS = [
     Mutant(_TRANSFORMERS, "sinks=s_aux", "sinks=None", named("transformers", "padding and gpt_oss"), "a model's sinks are left out"),
     Mutant(
         _TRANSFORMERS,
-        "is_local = local_size is not None and kv_length >= local_size",
-        "is_local = local_size is not None and kv_length > local_size + 100",
+        "is_local = is_asked and local_size is not None and kv_length >= local_size",
+        "is_local = is_asked and local_size is not None and kv_length > local_size + 100",
         named("transformers", "padding and gemma2 or stored"),
         "a window that hides keys is taken for none",
     ),
@@ -2844,8 +2844,8 @@ VARIOUS = [
     ),
     Mutant(
         "codegen/mod/vector_moves.py",
-        "Sym(items[numbers.item()].expr)",
-        "items[numbers.item()]",
+        "view = Sym(item.expr)",
+        "view = item",
         named("backward", "rows_that_no_grad_reads"),
         "a view of a symbol that no_grad makes has a gradient",
     ),
@@ -2876,6 +2876,20 @@ VARIOUS = [
         "    if tracing():\n        return lengths\n",
         named("compiled_flash_attn", "looked_at"),
         "tables of caches are not looked at in compiled programs",
+    ),
+    Mutant(
+        "flexpress/dynamo.py",
+        "        if copy is not record:\n            vars(record).update(vars(copy))\n            tx.output.side_effects = record\n",
+        "        del copy\n",
+        named("compiled_changes", "written or counts"),
+        "what a compiled program writes to its objects behind a call is lost",
+    ),
+    Mutant(
+        "flexpress/block_mask.py",
+        "        if not traced:  # there",
+        "        if not torch.compiler.is_dynamo_compiling():  # there",
+        named("compiled_changes", "as_an_argument"),
+        "a mask is no argument of a strictly exported model",
     ),
 ]
 

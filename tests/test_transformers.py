@@ -88,8 +88,9 @@ def test_packed_position_ids(name, device):
 
 
 @on_devices
-def test_a_compiled_step(device):
-    """No graph breaks, with padding and without."""
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_compiled_step(use_cache, device):
+    """No graph breaks, with padding and without, where keys are kept and where they are not."""
     dynamo.reset()
     model = models.model_of("gemma2", device)
     model.set_attn_implementation("flexpress")
@@ -100,11 +101,30 @@ def test_a_compiled_step(device):
             given.pop("attention_mask")
         eager, exact = models.results(model, "eager", given), models.results(model, "dense", given, torch.float64)
         model.zero_grad()
-        logits = compiled(**given, use_cache=False).logits
+        logits = compiled(**given, use_cache=use_cache).logits
         logits = logits[given["attention_mask"].bool()] if padded else logits
         models.backward(logits)
         found = [logits.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
         models.assert_as_eager(found, eager, exact, FLOOR[torch.float32])
+
+
+def test_an_exported_model_of_a_window_takes_shorter_sequences():
+    """What is behind a mask without values is not asked of lengths."""
+    model, given = models.model_of("mistral", "cpu"), models.inputs_of("mistral", "cpu", 18)
+    model.set_attn_implementation("flexpress")
+
+    class Logits(torch.nn.Module):
+        def forward(self, ids, seen):
+            return model(input_ids=ids, attention_mask=seen, use_cache=False).logits
+
+    sizes = {0: torch.export.Dim("batch", min=2, max=9), 1: torch.export.Dim("length", min=2, max=100)}
+    with torch.no_grad():
+        exported = torch.export.export(Logits(), (given["input_ids"], given["attention_mask"]), dynamic_shapes=(sizes, sizes)).module()
+        for length in (3, 18, 40):
+            ids = torch.arange(2 * length).view(2, length) % 7 + 3
+            seen = torch.ones_like(ids)
+            seen[0, 0] = 0
+            torch.testing.assert_close(exported(ids, seen), Logits()(ids, seen))
 
 
 @on_devices

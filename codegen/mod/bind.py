@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import logs
+from ..compiling import runs_uncompiled
 from ..registry import INFO, Table
 from ..turn import Turn
 from .calls import MEMOIZED
@@ -70,6 +71,7 @@ def _code_of(mod):
     return type(mod).__module__, type(mod).__qualname__
 
 
+@runs_uncompiled
 def bind(mod, kind: str, device: torch.device | None = None) -> tuple[ModGraph, list]:
     """The graph of a score_mod or mask_mod and what it captures now: tensors, then numbers, in the graph's order. `device`: of the call.
 
@@ -173,6 +175,7 @@ def _count(bucket: _Bucket, traced: Traced) -> None:
         )
 
 
+@runs_uncompiled
 def bind_once(mod, kind: str, device: torch.device | None) -> tuple[ModGraph, list]:
     """As bind, for this call alone, by a trace on the objects that the mod captures: of tensors that torch follows."""
     set_device(device)
@@ -180,6 +183,7 @@ def bind_once(mod, kind: str, device: torch.device | None) -> tuple[ModGraph, li
     return traced.graph, values
 
 
+@runs_uncompiled
 def bind_with_origins(mod, kind: str, device: torch.device | None = None) -> tuple[tuple[ModGraph, list], Origins]:
     """As bind, by a trace of its own; and where what the mod captures comes from, of this mod and no other of the same code."""
     bound = bind(mod, kind, device)

@@ -218,7 +218,10 @@ def _elements(numbers, items: list[Sym]):
     if not numbers.numel():
         raise running().error("a vector without elements", "Vectors have at least one.")
     if not numbers.ndim:
-        return Sym(items[numbers.item()].expr)  # another tensor than the one that was moved, as in torch
+        item = items[numbers.item()]
+        view = Sym(item.expr)  # another tensor of the same memory, as in torch
+        running().shared.append((item, view))
+        return view
     return Vector([items[i] for i in numbers.flatten().tolist()], numbers.shape)
 
 

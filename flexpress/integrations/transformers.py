@@ -108,7 +108,9 @@ def mask(
         q_offset = 0 if q_length == kv_length else cache_position[0]
     if mask_function is None:
         mask_function = causal
-    is_local = local_size is not None and kv_length >= local_size
+    # a length that is compared is a guard where torch compiles: behind a mask without values nobody needs to know
+    is_asked = attention_mask is None or not _without_values(attention_mask)
+    is_local = is_asked and local_size is not None and kv_length >= local_size
     queries = (q_offset, q_length) if allow_is_causal_skip and not is_local else None
     padding = _padding(attention_mask, kv_length + kv_offset, queries)
     if padding is None and not is_local and not isinstance(q_offset, torch.Tensor):
