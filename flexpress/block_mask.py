@@ -23,7 +23,7 @@ from flexpress.slices import Places, Selection, selected, shown, take, three_ind
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.levels import of_all_calls
-from .codegen.mod.tensors import followed, is_traced_kind
+from .codegen.mod.tensors import followed
 from .codegen.plan.tiles import BLOCK
 from .codegen.run.block_lists import BlockLists, lists_of
 
@@ -84,8 +84,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc]
         """
         lengths, size = pair("seq_lengths", seq_lengths, 0, "a pair of lengths (Q_LEN, KV_LEN)"), block_size(BLOCK_SIZE)
         tables, written = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices), (q_num_blocks, q_indices)
-        traced = torch.compiler.is_dynamo_compiling() or any(isinstance(t, torch.Tensor) and is_traced_kind(t) for t in tables)
-        if not traced:  # there the call with the mask looks at lists
+        if not torch.compiler.is_dynamo_compiling():  # there the call with the mask looks at lists
             followed("BlockMask")
             tables = tuple(map(of_all_calls, KV_LISTS, tables))
             if not callable(mask_mod):

@@ -16,6 +16,7 @@ from flexpress.mask_lists import MaskLists, settable
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.capture import name_of
+from .codegen.mod.tensors import is_traced_kind
 from .codegen.run.block_lists import BlockLists
 
 ORDERS = ("dq_write_order", "dq_write_order_full", "dq_kv_order", "dq_kv_order_spt")
@@ -194,6 +195,8 @@ class MaskAttributes(MaskLists):
     @classmethod
     def _unflatten(cls, tensors, context):
         lengths, size, mask_mod = context
+        if any(isinstance(t, torch.Tensor) and is_traced_kind(t) for t in tensors):  # while torch exports: the call looks at lists
+            return cls._made(lengths, GivenLists(tuple(tensors), size), mask_mod)
         return cls(lengths, *tensors, BLOCK_SIZE=size, mask_mod=mask_mod)
 
     def _flatten_with_keys(self) -> tuple[tuple, ...]:

@@ -2885,9 +2885,9 @@ VARIOUS = [
         "what a compiled program writes to its objects behind a call is lost",
     ),
     Mutant(
-        "flexpress/block_mask.py",
-        "        if not traced:  # there",
-        "        if not torch.compiler.is_dynamo_compiling():  # there",
+        "flexpress/mask_attributes.py",
+        "        if any(isinstance(t, torch.Tensor) and is_traced_kind(t) for t in tensors):  # while",
+        "        if False:  # while",
         named("compiled_changes", "as_an_argument"),
         "a mask is no argument of a strictly exported model",
     ),
