@@ -195,7 +195,7 @@ class MaskAttributes(MaskLists):
     @classmethod
     def _unflatten(cls, tensors, context):
         lengths, size, mask_mod = context
-        if any(isinstance(t, torch.Tensor) and is_traced_kind(t) for t in tensors):  # while torch exports: the call looks at lists
+        if any(map(is_traced_kind, tensors)):  # while torch exports: the call looks at lists
             return cls._made(lengths, GivenLists(tuple(tensors), size), mask_mod)
         return cls(lengths, *tensors, BLOCK_SIZE=size, mask_mod=mask_mod)
 

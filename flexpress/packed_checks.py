@@ -47,19 +47,25 @@ def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
             raise ValueError(f"q is on {q.device} but {name} is on {t.device}; move one with .to(...)")
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k and v must have the same tokens and heads, got k {tuple(k.shape)} and v {tuple(v.shape)}")
-    shapes = f"got q {tuple(q.shape)} and k {tuple(k.shape)}"
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k must have the same head dim, {shapes}")
-    if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
-        raise ValueError(f"q's number of heads must be a multiple of k's, {shapes}")
+    check_heads_fit(q, "k", k)
     check_extents("q", q, MAX_HEAD_DIM_QK)
     check_extents("v", v, MAX_HEAD_DIM)
     if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
+        shapes = f"got q {tuple(q.shape)} and k {tuple(k.shape)}"
         raise ValueError(f"q and k must have the same number of tokens where cu_seqlens_k is left out, {shapes}; pass cu_seqlens_k")
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
     if cu_seqlens_k is not None:
         _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
         check_same_sequences(cu_seqlens_q, cu_seqlens_k)
+
+
+def check_heads_fit(q: torch.Tensor, name: str, k: torch.Tensor) -> None:
+    """Have q (..., Hq, D) and keys (..., Hkv, D), whose name is given, one head dim, and is Hq a multiple of Hkv?"""
+    shapes, (heads, kv_heads) = f"got q {tuple(q.shape)} and {name} {tuple(k.shape)}", (q.shape[-2], k.shape[-2])
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and {name} must have the same head dim, {shapes}")
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"q's number of heads must be a multiple of {name}'s, {shapes}")
 
 
 def check_same_sequences(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:

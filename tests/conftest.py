@@ -102,6 +102,16 @@ def in_cpp():
 
 
 @pytest.fixture
+def fresh_compiler():
+    """torch's compiler knows nothing of other tests, and they nothing of this one."""
+    import torch._dynamo  # not before the lines above
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def poisoned_memory():
     """torch.empty gives NaN: what a kernel does not write shows."""
     import torch  # not before the lines above

@@ -16,15 +16,9 @@ import flexpress
 from flexpress import and_masks, create_block_mask, create_mask, flash, flex_attention, mods, or_masks, varlen_attention
 from support.devices import DEVICES
 
-dynamo = pytest.importorskip("torch._dynamo")
+pytest.importorskip("torch._dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 LENGTH = 40
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    dynamo.reset()
-    yield
-    dynamo.reset()
 
 
 def random(*shape, device, grad=True):

@@ -9,14 +9,8 @@ import torch.utils._pytree as pytree
 from flexpress import BlockMask, create_block_mask, flex_attention
 from flexpress.mods import causal
 
-dynamo = pytest.importorskip("torch._dynamo")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    dynamo.reset()
-    yield
-    dynamo.reset()
+pytest.importorskip("torch._dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Counter:
@@ -79,19 +73,21 @@ def test_a_strict_export_writes_to_an_object():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_block_mask_as_an_argument_of_an_exported_model(strict, monkeypatch):
+def test_a_block_mask_as_an_argument_of_an_exported_model(strict):
     """Its class is made a node of pytrees, as torch's export asks."""
 
     class Model(torch.nn.Module):
         def forward(self, q, mask):
             return flex_attention(q, q, q, block_mask=mask)
 
-    if BlockMask not in pytree.SUPPORTED_NODES:
-        named = {"serialized_type_name": "flexpress.BlockMask", "flatten_with_keys_fn": BlockMask._flatten_with_keys}
-        pytree.register_pytree_node(BlockMask, BlockMask._flatten, BlockMask._unflatten, **named)
+    named = {"serialized_type_name": "flexpress.BlockMask", "flatten_with_keys_fn": BlockMask._flatten_with_keys}
     q, mask = torch.randn(1, 2, 40, 8), create_block_mask(causal, None, None, 40, 40, device="cpu")
-    exported = torch.export.export(Model(), (q, mask), strict=strict).module()
-    assert torch.equal(exported(q, mask), flex_attention(q, q, q, mask_mod=causal))
+    pytree.register_pytree_node(BlockMask, BlockMask._flatten, BlockMask._unflatten, **named)
+    try:
+        exported = torch.export.export(Model(), (q, mask), strict=strict).module()
+        assert torch.equal(exported(q, mask), flex_attention(q, q, q, mask_mod=causal))
+    finally:
+        pytree._deregister_pytree_node(BlockMask)  # other tests are of masks that are none
 
 
 def test_a_batch_that_the_compiler_does_not_know():

@@ -8,14 +8,8 @@ import torch
 from flexpress import flash, flash_attn, scaled_dot_product_attention
 from support.devices import DEVICES
 
-dynamo = pytest.importorskip("torch._dynamo")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    dynamo.reset()
-    yield
-    dynamo.reset()
+pytest.importorskip("torch._dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "export"])

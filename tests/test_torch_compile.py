@@ -17,15 +17,9 @@ from support.dense import dense_attention
 from support.devices import DEVICES
 
 dynamo = pytest.importorskip("torch._dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler"))]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    dynamo.reset()
-    yield
-    dynamo.reset()
 
 
 def inputs(device, length=20):

@@ -14,7 +14,7 @@ from flexpress.cached import attention_after, cached_attention
 from flexpress.checks import whole
 from flexpress.codegen.mod.tensors import check_surroundings
 from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, read_options, same_place, score_mod_of
-from flexpress.flash_attn.tables import check_together, checked_lengths
+from flexpress.flash_attn.tables import check_caches_fit, checked_lengths
 from flexpress.in_graph import compilable
 from flexpress.kv_cache import update_cache
 from flexpress.packed_checks import check_cu_seqlens
@@ -107,7 +107,7 @@ def attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning: tup
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
     for name, pages in (("k", k), ("v", v)):
         check_plain(name, pages, "(pages, page size, Hkv, D)")
-    check_together(q, k, v, ("k", "v"))
+    check_caches_fit(q, k, v, ("k", "v"))
     batch = cu_seqlens_q.shape[0] - 1
     check_table("cu_seqlens_k", cu_seqlens_k, (batch + 1,), torch.int32, q.device)
     check_table("block_table", block_table, (batch, None), torch.int32, q.device)
@@ -139,7 +139,7 @@ def _placed(q, k_cache, v_cache, k, v, cache_batch_idx, cache_leftpad, block_tab
     layouts = ("q", q, "(B, Sq, Hq, D)"), ("k_cache", k_cache, "(N, S, Hkv, D)"), ("v_cache", v_cache, "(N, S, Hkv, D)")
     for name, tensor, layout in layouts:
         check_plain(name, tensor, layout)
-    check_together(q, k_cache, v_cache, ("k_cache", "v_cache"))
+    check_caches_fit(q, k_cache, v_cache, ("k_cache", "v_cache"))
     if (k is None) != (v is None):
         raise ValueError(f"k and v go together, got {'k' if v is None else 'v'} alone")
     B = q.shape[0]

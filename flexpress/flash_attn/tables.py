@@ -8,9 +8,10 @@ from flexpress.cache_checks import take_rows
 from flexpress.checks import DTYPES, autocasts
 from flexpress.codegen.mod.tensors import tracing
 from flexpress.custom_ops import fake_of, operator
+from flexpress.packed_checks import check_heads_fit
 
 
-def check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[str, str]) -> None:
+def check_caches_fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[str, str]) -> None:
     """Do q (..., Hq, D), and keys and values (N, S, Hkv, D), whose names are given, belong together?"""
     k_name, v_name = names
     if q.dtype not in DTYPES and not autocasts(q) and not q.dtype == k.dtype == torch.float8_e4m3fn:
@@ -20,11 +21,7 @@ def check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tup
         raise TypeError(f"{k_name} and {v_name} must have the same dtype, got {k.dtype} and {v.dtype}; convert one with .to(...)")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"{k_name} {tuple(k.shape)} and {v_name} {tuple(v.shape)} must be alike in all extents but the last")
-    shapes = f"got q {tuple(q.shape)} and {k_name} {tuple(k.shape)}"
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and {k_name} must have the same head dim, {shapes}")
-    if k.shape[2] == 0 or q.shape[-2] % k.shape[2]:
-        raise ValueError(f"q's number of heads must be a multiple of {k_name}'s, {shapes}")
+    check_heads_fit(q, k_name, k)
 
 
 def checked_lengths(lengths, new: int, room: int, cache, cache_batch_idx, block_table, leftpad=None, cu_seqlens_q=None, longest: int = 0):
