@@ -21,6 +21,8 @@ def check_caches_fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: t
         raise TypeError(f"{k_name} and {v_name} must have the same dtype, got {k.dtype} and {v.dtype}; convert one with .to(...)")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"{k_name} {tuple(k.shape)} and {v_name} {tuple(v.shape)} must be alike in all extents but the last")
+    if k.shape[2] == 0:
+        raise ValueError(f"{k_name} {tuple(k.shape)} has no heads; it needs at least 1")
     check_heads_fit(q, k_name, k)
 
 
