@@ -14,11 +14,11 @@ from common import arguments, header, integers, queued_ms, tflops, write_results
 from context import BOTH, MASKS, Problem
 
 from flexpress import create_block_mask, flex_attention
-from flexpress.block_mask import BlockMask
 from flexpress.codegen.run import masks as mask_kernels
 from flexpress.codegen.run.block_lists import lists_of
 from flexpress.distributed.exchange import lists_of_part
 from flexpress.distributed.layout import BLOCK, Layout, whole_blocks
+from flexpress.masks.block_mask import BlockMask
 
 
 def mask_of(problem: Problem) -> BlockMask:

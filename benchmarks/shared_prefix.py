@@ -6,9 +6,9 @@ bfloat16 in pages, 32 query heads, 8 key heads of 128, one new token a sequence.
 with its own cache, as the layers of a model have; the tables of a step are made in it once. Each row: microseconds of a call without
 sharing, with it as it comes ("shared"), and by force in either way: "few" by the kernel for few queries, "tiles" by the kernel for Hopper
 that has tiles of the groups' queries; megabytes that need not be read again; how much faster than without. Where `usual` is true, less need
-not be read again than pays. LEAST_BYTES and QUERIES of flexpress/shared_prefix.py are to be where a forced one begins to win, LEAST_FILL of
-flexpress/shared_attention.py where tiles do; `fill` is what it is compared with. --ways leaves some out. Outputs are compared with those
-without. With --count also how many kernels a step of all layers launches.
+not be read again than pays. In flexpress/caches, LEAST_BYTES and QUERIES of shared_prefix.py are to be where a forced one begins to win,
+LEAST_FILL of shared_attention.py where tiles do; `fill` is what it is compared with. --ways leaves some out. Outputs are compared with
+those without. With --count also how many kernels a step of all layers launches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 from common import arguments, captured, header, integers, replay_ms, write_results
 
-from flexpress import PageAllocator, SharedPrefix, cached_attention, mods, shared_attention, shared_prefix
+from flexpress import PageAllocator, SharedPrefix, cached_attention, mods
+from flexpress.caches import shared_attention, shared_prefix
 
 WAYS = {"few": (0, 2.0), "tiles": (0, 0.0)}  # LEAST_BYTES and LEAST_FILL by which calls go so
 SCORE_MODS = {"plain": lambda heads: None, "alibi": mods.alibi, "softcap": lambda heads: mods.softcap(30.0)}

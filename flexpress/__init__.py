@@ -7,60 +7,31 @@ mask = create_block_mask(sliding_window(1024), None, None, S, S, device="cuda")
 out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 """
 
-# The files of this folder:
+# The files of this folder are what users import or run, its folders what these are made of. Each imports what stands above it
+# (tests/test_house.py).
 #
-# Attention
-#     attention, call                  flex_attention, and a call of it from top to bottom
-#     arguments, checks                tensors and masks as users pass them; one clear error for what is wrong
-#     plain_arguments                  flags and devices as users pass them
-#     scales, sinks, dropout, float8   what changes the softmax, or elements, beside mods
-#     return_aux, probabilities        what is returned beside the output
-#     autograd, derivatives            gradients; forward mode and second derivatives
-#     problem, transformed, mapped     the same under transforms of torch.func
-#     merge                            attention from its parts
+#     inputs/        what users pass, read and checked
+#     graphs/        public functions in graphs of torch
+#     masks/         masks, and their lists of blocks
+#     calls/         a call of attention, from its arguments to kernels and gradients
+#     caches/        attention over caches, and what writes them
+#     distributed/   DTensors, and sequences over several GPUs
+#     steps/         the batch of a serving step
+#     operators/     operators of torch.library
+#     exporting/     kernels in a file of their own
 #
-# Masks
-#     mask_mods, mask_creation            mask_mods, and masks made of them
-#     block_mask, mask_attributes, plot   BlockMask, what users read of it, its picture
-#     mask_lists, given_lists             what it is made of: lists that were made, or are a user's
-#     block_lists, slices                 block lists made safe, turned and regridded; parts of a mask
-#     foreign_masks, opened_masks         torch's masks; masks taken apart for torch's compiler
+#     attention, varlen                 flex_attention and varlen_attention
+#     sdpa, flash                       torch's scaled_dot_product_attention, flash_attn_triton
+#     sequences, serving, serving_ops   what a serving stack calls
+#     plot, pickling                    pictures of masks; what torch.load must be told of
+#     explain, inspection               why a kernel serves; caches and prints
+#     precompile                        compiling ahead
+#     versions                          what this runs with
+#     __main__                          python -m flexpress
 #
-# Packed sequences
-#     varlen, packed_call            varlen_attention, and its calls of flex_attention's kernels
-#     packing                        where tokens belong, and mods on packed positions
-#     packed_blocks, packed_checks   their blocks, their errors
-#
-# Caches and serving
-#     cached, cached_arguments, cached_problem        cached_attention, its arguments, checked
-#     cached_calls, cached_mods                       how kernels take it; mods of positions
-#     cached_probabilities, cache_checks              what return_aux tells of it; errors
-#     kv_cache, rope, rotation                        writing a cache, turning by positions
-#     pages, splits                                   pages of sequences, keys in parts
-#     shared_prefix, shared_attention                 sequences that begin with the same pages
-#     sequences, step_view, step_tensors, token_ids   the batch of a serving step
-#     serving, attention_info, layer_step             what a serving stack calls
-#
-# Several GPUs
-#     dtensors, parts   DTensors over batch and heads; sequences over ranks are in distributed/
-#
-# As torch sees calls
-#     operators, probability_operators, mask_operators          operators of torch.library
-#     cache_operators, serving_ops                              those of caches
-#     recorded, programs                                        calls that become operators, and what of them is text
-#     in_graph, dynamo                                          public functions in what torch.compile traces
-#     custom_ops                                                how operators are made: lists that may be empty, and fakes
-#     pickling                                                  what torch.load must be told of
-#
-# Other libraries' functions
-#     sdpa, flash   torch's scaled_dot_product_attention, flash_attn_triton
-#
-# Beside calls
-#     explain, inspection                                   why a kernel serves; caches and prints
-#     precompile, cached_prepare                            compiling ahead
-#     export, export_cached, exported_files                 kernels in a file of their own
-#     cli, __main__, demo, doctor, recipes, cache_command   the command line
-#     versions                                              what this runs with
+#     flash_attn/    the functions of flash_attn
+#     commands/      the command line
+#     integrations/  Hugging Face's transformers, torch's own flex_attention
 
 from pathlib import Path
 
@@ -74,35 +45,35 @@ check_versions()
 
 from torch.nn.attention.flex_attention import FlexKernelOptions
 
-from flexpress import cache_operators as _cache_operators  # noqa: F401
 from flexpress import flash, flash_attn
-from flexpress import mask_operators as _mask_operators  # noqa: F401
-from flexpress import operators as _operators  # noqa: F401
-from flexpress import probability_operators as _probability_operators  # noqa: F401
 from flexpress import serving_ops as _serving_ops  # noqa: F401
 from flexpress.attention import flex_attention
-from flexpress.block_mask import BlockMask
-from flexpress.cached import cached_attention
-from flexpress.dropout import dropout_mask
+from flexpress.caches.cached import cached_attention
+from flexpress.caches.kv_cache import update_cache
+from flexpress.caches.pages import OutOfPages, PageAllocator
+from flexpress.caches.rope import Llama3Scaling, YarnScaling, rope_table
+from flexpress.caches.rotation import apply_rope
+from flexpress.caches.shared_prefix import SharedPrefix, SharedTables
+from flexpress.caches.splits import split_attention
+from flexpress.calls.merge import merge_attention
+from flexpress.calls.return_aux import AuxOutput, AuxRequest, AuxStatistics
 from flexpress.explain import explain
-from flexpress.export import export
-from flexpress.export_cached import export_cached
+from flexpress.exporting.export import export
+from flexpress.exporting.export_cached import export_cached
+from flexpress.inputs.dropout import dropout_mask
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
-from flexpress.kv_cache import update_cache
-from flexpress.mask_creation import create_block_mask, create_mask
-from flexpress.mask_mods import and_masks, noop_mask, or_masks
-from flexpress.merge import merge_attention
+from flexpress.masks.block_mask import BlockMask
+from flexpress.masks.mask_creation import create_block_mask, create_mask
+from flexpress.masks.mask_mods import and_masks, noop_mask, or_masks
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.pages import OutOfPages, PageAllocator
+from flexpress.operators import attention_operators as _operators  # noqa: F401
+from flexpress.operators import cache_operators as _cache_operators  # noqa: F401
+from flexpress.operators import mask_operators as _mask_operators  # noqa: F401
+from flexpress.operators import probability_operators as _probability_operators  # noqa: F401
 from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
 from flexpress.precompile import Precompiled, precompile, precompile_cached, wait_for_kernels
-from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics
-from flexpress.rope import Llama3Scaling, YarnScaling, rope_table
-from flexpress.rotation import apply_rope
 from flexpress.sdpa import scaled_dot_product_attention
-from flexpress.shared_prefix import SharedPrefix, SharedTables
-from flexpress.splits import split_attention
 from flexpress.varlen import varlen_attention
 
 from .codegen.mod.errors import ModError, RenderError

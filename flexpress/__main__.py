@@ -1,7 +1,7 @@
-"""python -m flexpress: see flexpress/cli.py."""
+"""python -m flexpress: see flexpress/commands/cli.py."""
 
 import sys
 
-from flexpress.cli import main
+from flexpress.commands.cli import main
 
 sys.exit(main())

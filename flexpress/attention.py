@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch.nn.attention import flex_attention as torchs
 
-from flexpress.call import attend, bound
-from flexpress.checks import check_are_tensors
-from flexpress.dropout import Dropout, read_dropout
-from flexpress.float8 import FLOAT8, NOT_OF_FLOAT8, Quantised, quantised, refuse_float8_over_devices
-from flexpress.in_graph import compilable
+from flexpress.calls.call import attend, bound
+from flexpress.calls.probabilities import NOT_IN_CONTEXT, NOTHING, attend_and_look, wanted_of
+from flexpress.calls.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, checked_request, result_of
+from flexpress.distributed.parts import tell_ranks
+from flexpress.graphs.in_graph import compilable
+from flexpress.inputs.checks import check_are_tensors
+from flexpress.inputs.dropout import Dropout, read_dropout
+from flexpress.inputs.float8 import FLOAT8, NOT_OF_FLOAT8, Quantised, quantised, refuse_float8_over_devices
+from flexpress.masks.opened_masks import mask_of_parts, parts_of_mask
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.opened_masks import mask_of_parts, parts_of_mask
-from flexpress.parts import tell_ranks
-from flexpress.probabilities import NOT_IN_CONTEXT, NOTHING, attend_and_look, wanted_of
-from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, checked_request, result_of
 
 from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
 from .codegen.run.statistics import Statistics, Wanted
@@ -96,7 +96,7 @@ def _attend(arguments: tuple, want_max: bool, wanted: Wanted, deterministic: boo
             raise NotImplementedError(NOT_IN_CONTEXT)
         return *_attend_in_context(context, arguments, want_max, deterministic, sinks, dropout), *Statistics()
     if is_distributed(query):
-        from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
+        from flexpress.distributed.dtensors import attend_shards  # imports torch's module, which takes long
 
         return attend_shards(*arguments, output_max=want_max, wanted=wanted, deterministic=deterministic, sinks=sinks, dropout=dropout)
     return attend_and_look(bound(*arguments, **extras._asdict()), want_max, wanted, deterministic)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as torchs
 
-from flexpress.call import bound
-from flexpress.checks import check_are_tensors
-from flexpress.dropout import read_dropout
-from flexpress.float8 import quantised, refuse_float8_over_devices
+from flexpress.calls.call import bound
+from flexpress.calls.packed_call import check_no_block_mask, packed_call
+from flexpress.inputs.checks import check_are_tensors
+from flexpress.inputs.dropout import read_dropout
+from flexpress.inputs.float8 import quantised, refuse_float8_over_devices
+from flexpress.inputs.plain_arguments import flag
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.packed_call import check_no_block_mask, packed_call
-from flexpress.plain_arguments import flag
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import why_every_call
@@ -71,7 +71,7 @@ def explain(
     dropout = read_dropout(dropout_p, dropout_seed, query.device)
     float8 = quantised(q_scale, k_scale, v_scale, out_dtype)
     if is_distributed(query):
-        from flexpress.dtensors import bound_shard  # imports torch's module, which takes long
+        from flexpress.distributed.dtensors import bound_shard  # imports torch's module, which takes long
 
         refuse_float8_over_devices(query, float8)
         _, call = bound_shard(*arguments, sinks, dropout)

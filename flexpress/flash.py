@@ -31,11 +31,11 @@ from typing import Literal, overload
 import torch
 
 from flexpress.attention import flex_attention
-from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
-from flexpress.in_graph import compilable
-from flexpress.mask_mods import without_ones
+from flexpress.graphs.in_graph import compilable
+from flexpress.inputs.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
+from flexpress.inputs.scales import softmax_scale_of
+from flexpress.masks.mask_mods import without_ones
 from flexpress.mods import causal as causal_mask
-from flexpress.scales import softmax_scale_of
 
 from .codegen.mod.tensors import followed
 

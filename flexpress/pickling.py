@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexpress import mods
-from flexpress.block_mask import BlockMask
-from flexpress.mask_mods import and_masks, noop_mask, or_masks
+from flexpress.masks.block_mask import BlockMask
+from flexpress.masks.mask_mods import and_masks, noop_mask, or_masks
 
 
 def safe_globals() -> list[Callable | tuple[Callable, str]]:

@@ -9,9 +9,9 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 from torch.types import Device
 
-from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
-from flexpress.foreign_masks import adopt, is_foreign_mask
-from flexpress.mask_creation import create_block_mask
+from flexpress.masks.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
+from flexpress.masks.foreign_masks import adopt, is_foreign_mask
+from flexpress.masks.mask_creation import create_block_mask
 from flexpress.mods import MaskMod
 
 from .codegen.compiling import runs_uncompiled

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import flex_attention as torchs
 
-from flexpress.cache_checks import CacheTables
-from flexpress.cached_prepare import prepare as prepare_cached
-from flexpress.call import bound
-from flexpress.dropout import read_dropout
-from flexpress.float8 import quantised
+from flexpress.caches.cached_prepare import prepare as prepare_cached
+from flexpress.caches.shared_prefix import SharedPrefix
+from flexpress.calls.call import bound
+from flexpress.calls.packed_call import check_no_block_mask, packed_call
+from flexpress.calls.return_aux import AuxRequest, asked_for
+from flexpress.inputs.cache_checks import CacheTables
+from flexpress.inputs.dropout import read_dropout
+from flexpress.inputs.float8 import quantised
+from flexpress.inputs.plain_arguments import device_or_default, flag
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.packed_call import check_no_block_mask, packed_call
-from flexpress.plain_arguments import device_or_default, flag
-from flexpress.return_aux import AuxRequest, asked_for
-from flexpress.shared_prefix import SharedPrefix
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.device import workers

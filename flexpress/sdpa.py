@@ -9,10 +9,10 @@ import torch
 
 from flexpress import mods
 from flexpress.attention import flex_attention
-from flexpress.checks import check_tensor
 from flexpress.flash import added
-from flexpress.in_graph import compilable
-from flexpress.mask_mods import without_ones
+from flexpress.graphs.in_graph import compilable
+from flexpress.inputs.checks import check_tensor
+from flexpress.masks.mask_mods import without_ones
 
 from .codegen.mod.tensors import followed
 

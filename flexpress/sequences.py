@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.types import Device
 
-from flexpress.attention_info import AttentionInfo, CacheConfig, PositionalEmbeddingConfig
-from flexpress.checks import check_are_tensors, whole
-from flexpress.plain_arguments import named_device
-from flexpress.step_view import StepView
-from flexpress.token_ids import flatten, integers
+from flexpress.inputs.checks import check_are_tensors, whole
+from flexpress.inputs.plain_arguments import named_device
+from flexpress.steps.attention_info import AttentionInfo, CacheConfig, PositionalEmbeddingConfig
+from flexpress.steps.step_view import StepView
+from flexpress.steps.token_ids import flatten, integers
 
 __all__ = ["ARG_NAMES", "AttentionInfo", "CacheConfig", "PositionalEmbeddingConfig", "SequenceInfo"]
 

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 
 from flexpress import serving_ops
-from flexpress.rope import rope_table
+from flexpress.caches.rope import rope_table
 from flexpress.sequences import AttentionInfo, SequenceInfo
 
 Initializer = Callable[[SequenceInfo], torch.Tensor | None]

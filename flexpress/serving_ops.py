@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import torch
 
 from flexpress import sdpa
-from flexpress.cache_checks import described, looks
-from flexpress.cached_arguments import no_autocast
-from flexpress.custom_ops import fake_of, operator
-from flexpress.layer_step import attend, check_tokens, out_like
-from flexpress.shared_prefix import SharedPrefix
+from flexpress.caches.cached_arguments import no_autocast
+from flexpress.caches.shared_prefix import SharedPrefix
+from flexpress.graphs.custom_ops import fake_of, operator
+from flexpress.inputs.cache_checks import described, looks
+from flexpress.steps.layer_step import attend, check_tokens, out_like
 
 
 @operator("scaled_dot_product_attention", tags=(torch.Tag.nondeterministic_seeded,))  # with dropout

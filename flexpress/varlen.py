@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch.nn.attention import flex_attention as torchs
 
-from flexpress.checks import check_are_tensors
-from flexpress.dropout import read_dropout
-from flexpress.float8 import Quantised, refuse_float8_over_devices
-from flexpress.in_graph import compilable
+from flexpress.calls.packed_call import attend_packed
+from flexpress.calls.probabilities import NOT_IN_CONTEXT, NOTHING
+from flexpress.calls.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, looked, opened, result_of
+from flexpress.distributed.parts import tell_ranks
+from flexpress.graphs.in_graph import compilable
+from flexpress.inputs.checks import check_are_tensors
+from flexpress.inputs.dropout import read_dropout
+from flexpress.inputs.float8 import Quantised, refuse_float8_over_devices
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.packed_call import attend_packed
-from flexpress.parts import tell_ranks
-from flexpress.probabilities import NOT_IN_CONTEXT, NOTHING
-from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, asked_for, aux_of, looked, opened, result_of
 
 from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
 
@@ -278,7 +278,7 @@ def _attend_shards(
     q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, sinks, dropout, asked: tuple
 ) -> tuple:
     """As attend_packed, of DTensors."""
-    from flexpress.dtensors import Shards  # imports torch's, which takes long
+    from flexpress.distributed.dtensors import Shards  # imports torch's, which takes long
 
     part = Shards({"q": q, "k": k, "v": v}, None, 1)
     mods = part.score_mod(score_mod), part.mask_mod(mask_mod)

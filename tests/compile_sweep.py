@@ -37,7 +37,7 @@ from flexpress.codegen.run.preview_masks import (
     evaluate_compilation,
     mask_compilations,
 )
-from flexpress.recipes import RECIPES, make
+from flexpress.commands.recipes import RECIPES, make
 
 Kernel = tuple[str, Compilation]
 

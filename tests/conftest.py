@@ -130,9 +130,9 @@ def pytest_configure(config):
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         return  # it runs no test: importing torch would keep the processes that do waiting
 
-    from flexpress import checks
     from flexpress.codegen.plan.forward import Options
     from flexpress.codegen.run import backward_kernels, forward_kernels
+    from flexpress.inputs import checks
 
     if config.getoption("--backend") == "PORTABLE":
         checks.DEFAULT = Options(backend="PORTABLE")

@@ -24,11 +24,10 @@ from flexpress import (
     flex_attention,
     mods,
     rope_table,
-    shared_attention,
-    shared_prefix,
     update_cache,
     varlen_attention,
 )
+from flexpress.caches import shared_attention, shared_prefix
 from flexpress.codegen.run.exchange import add_blocks, copy_blocks
 
 LENGTH = 131

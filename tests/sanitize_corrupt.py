@@ -19,17 +19,8 @@ from collections.abc import Iterator
 
 import torch
 
-from flexpress import (
-    BlockMask,
-    SharedPrefix,
-    cached_attention,
-    flex_attention,
-    mods,
-    rope_table,
-    shared_attention,
-    shared_prefix,
-    update_cache,
-)
+from flexpress import BlockMask, SharedPrefix, cached_attention, flex_attention, mods, rope_table, update_cache
+from flexpress.caches import shared_attention, shared_prefix
 
 FAR, LOW, HIGH = 1 << 30, -(1 << 31), (1 << 31) - 1
 GUARD = 256  # elements on both sides

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import BlockMask, create_block_mask, flex_attention, mods
-from flexpress.block_lists import kernel_size
 from flexpress.codegen.run.call import reached
+from flexpress.masks.block_lists import kernel_size
 from support.dense import dense_attention
 from support.devices import DEVICES
 
@@ -253,7 +253,7 @@ def test_changes_of_torchs_masks_are_seen(device):
 
 @pytest.mark.parametrize("make", [theirs.BlockMask.from_kv_blocks, BlockMask.from_kv_blocks])
 def test_a_repeated_call_reads_lists_once(monkeypatch, make):
-    from flexpress import given_lists
+    from flexpress.masks import given_lists
 
     lists = lists_of(theirs.create_block_mask(mods.causal, None, None, 20, 20, "cpu"))
     mask, q, calls = make(*lists, mask_mod=mods.causal, seq_lengths=(20, 20)), torch.randn(1, 1, 20, 16), []

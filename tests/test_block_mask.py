@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.nn.attention.flex_attention import flex_attention as torch_attention
 
 from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, flex_attention, mods, noop_mask, or_masks
-from flexpress.arguments import is_as_made
+from flexpress.calls.arguments import is_as_made
 from flexpress.sequences import SequenceInfo
 from support.block_lists import brute_force, check_bounds, check_lists
 from support.dense import dense_attention, positions, relative_error

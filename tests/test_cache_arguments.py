@@ -7,7 +7,8 @@ import sanitize_corrupt
 import torch
 from torch._subclasses import FakeTensorMode
 
-from flexpress import cached_attention, mods, rope_table, shared_attention, shared_prefix, update_cache
+from flexpress import cached_attention, mods, rope_table, update_cache
+from flexpress.caches import shared_attention, shared_prefix
 from support.dense import relative_error
 from support.devices import DEVICES
 

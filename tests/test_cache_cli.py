@@ -12,8 +12,9 @@ import time
 import pytest
 import torch
 
-from flexpress import cache_clear, cli, flex_attention, mods
+from flexpress import cache_clear, flex_attention, mods
 from flexpress.codegen.device import binary, contents, folder
+from flexpress.commands import cli
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES
 

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexpress import checks, explain, flex_attention, mods, precompile
+from flexpress import explain, flex_attention, mods, precompile
 from flexpress.codegen import registry
 from flexpress.codegen.run import forward
 from flexpress.codegen.run.launch import Unusable
+from flexpress.inputs import checks
 from support.dense import assert_as_accurate
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from flexpress import cli, demo, doctor, recipes
+from flexpress.commands import cli, demo, doctor, recipes
 
 
 def test_demo_shows_picture_error_time_and_files(capsys):

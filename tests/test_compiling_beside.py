@@ -29,8 +29,8 @@ from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run import block_grid, forward, forward_kernels, launch, meanwhile, status_lists
 from flexpress.codegen.run.preview import compilation
 from flexpress.codegen.text.render import render
+from flexpress.commands.recipes import make
 from flexpress.mods import alibi, alibi_slopes, causal, sliding_window
-from flexpress.recipes import make
 from support.dense import dense_attention, relative_error
 from support.fake_hopper import Variant, pass_for_hopper
 

@@ -19,7 +19,7 @@ from flexpress import (
     scaled_dot_product_attention,
     varlen_attention,
 )
-from flexpress.programs import argument_of, json_of
+from flexpress.graphs.programs import argument_of, json_of
 from flexpress.versions import torch_writes_operators
 
 written = pytest.mark.skipif(

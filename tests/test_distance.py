@@ -13,7 +13,7 @@ from flexpress.codegen.mod.expr import walk
 from flexpress.codegen.plan.forward import Cache
 from flexpress.codegen.run.preview import hopper_compilation
 from flexpress.codegen.text.render import render
-from flexpress.recipes import make
+from flexpress.commands.recipes import make
 from support.dense import dense_attention, relative_error
 from support.fake_hopper import forward_on_cpu
 

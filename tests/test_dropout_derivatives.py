@@ -238,8 +238,8 @@ def test_second_derivatives_of_packed_sequences(device, monkeypatch):
         twice_differentiated(dense, [t.to(p) for t in x], [weights[0].to(p), None], direction) for p in (torch.float64, torch.float32)
     ]
     assert_as_exact(twice_differentiated(attend, x, weights, direction), *reference, torch.float32)
-    monkeypatch.setattr("flexpress.packed_blocks.LONG", 0)
-    monkeypatch.setattr("flexpress.packed_blocks.MAX_QUERIES", 0)
+    monkeypatch.setattr("flexpress.calls.packed_blocks.LONG", 0)
+    monkeypatch.setattr("flexpress.calls.packed_blocks.MAX_QUERIES", 0)
     assert_as_exact(twice_differentiated(attend, x, weights, direction), *reference, torch.float32)
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flexpress import create_block_mask, dropout_mask, mods
-from flexpress.call import attend, bound
+from flexpress.calls.call import attend, bound
+from flexpress.calls.packed_call import attend_packed
 from flexpress.codegen import registry
-from flexpress.dropout import Dropout
-from flexpress.packed_call import attend_packed
+from flexpress.inputs.dropout import Dropout
 from support.dense import dropped_attention, relative_error
 from support.devices import DEVICES
 from support.fake_hopper import forward_on_cpu

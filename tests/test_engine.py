@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexpress import printed_kernels, shared_attention, shared_prefix
+from flexpress import printed_kernels
+from flexpress.caches import shared_attention, shared_prefix
 from support.engines import engine
 
 parts = engine()

@@ -17,9 +17,10 @@ import pytest
 import torch
 import triton.language as tl
 
-from flexpress import BlockMask, create_block_mask, export, exported_files, flex_attention
+from flexpress import BlockMask, create_block_mask, export, flex_attention
 from flexpress.codegen.export.merged import Definitions
 from flexpress.codegen.mod.errors import RenderError
+from flexpress.exporting import exported_files
 from flexpress.mods import alibi, alibi_slopes, causal, document, sliding_window
 from support.dense import relative_error
 from support.exported import assert_equal, imports_of, load, run_alone, saved, tensors, undecided

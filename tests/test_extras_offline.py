@@ -21,8 +21,8 @@ from flexpress.codegen.run.preview import (
     statistics_compilations,
     tangent_compilations,
 )
+from flexpress.commands.recipes import make
 from flexpress.mods import alibi, causal
-from flexpress.recipes import make
 from support.tritons import PINNED, further, my_turn
 
 SINKS = Extras("bfloat16")

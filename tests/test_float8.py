@@ -8,7 +8,6 @@ import torch
 from flexpress import (
     AuxRequest,
     cached_attention,
-    checks,
     create_block_mask,
     explain,
     export,
@@ -22,7 +21,8 @@ from flexpress.codegen.device import cuda
 from flexpress.codegen.device.tma import descriptor_at
 from flexpress.codegen.run.as_bfloat16 import as_bfloat16
 from flexpress.codegen.run.values_by_keys import by_keys
-from flexpress.float8 import Quantised, as_multiplied, read_scales
+from flexpress.inputs import checks
+from flexpress.inputs.float8 import Quantised, as_multiplied, read_scales
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES, for_any
 from support.float8 import FLOAT8, check_quantised, meant, plainly, quantised_problems
@@ -74,7 +74,7 @@ def test_values_that_lie_by_keys(device, use_tma):
 
 
 def test_which_values_are_copied(monkeypatch):
-    monkeypatch.setattr("flexpress.float8.architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr("flexpress.inputs.float8.architecture_of", lambda device: "sm_90")
     for queries, options, copied in ((64, {}, False), (64, {"USE_TMA": True}, True), (65, {}, True), (65, {"USE_TMA": False}, False)):
         q, k, v = quantised((1, 2, queries, 32), (1, 2, 90, 32), (1, 2, 90, 32))
         found = as_multiplied(q, k, v, checks.parse_options(options), 0)
@@ -107,7 +107,7 @@ def test_real_shapes(lengths, backend):
 @pytest.mark.parametrize("kind", ["sm_80", "gfx942", "narrow blocks", "wide heads"])
 def test_where_no_kernel_multiplies_8_bits(kind, monkeypatch):
     """bfloat16 holds all that float8 does; weights are rounded to it, and kernels multiply by scales."""
-    monkeypatch.setattr("flexpress.float8.architecture_of", lambda device: kind if kind in ("sm_80", "gfx942") else "sm_90")
+    monkeypatch.setattr("flexpress.inputs.float8.architecture_of", lambda device: kind if kind in ("sm_80", "gfx942") else "sm_90")
     D, S = (288, 20) if kind == "wide heads" else (48, 70)
     q, k, v = quantised((2, 4, S, D), (2, 2, S, D), (2, 2, S, D))
     scales = [torch.rand(2) + 0.5, torch.tensor([[0.5, 2.0], [1.0, 0.25]]), torch.rand(2, 1) + 0.5]
@@ -142,7 +142,7 @@ def test_every_number_becomes_bfloat16(lies, device):
 
 def test_wide_heads_become_bfloat16_for_the_kernel_for_hopper(monkeypatch):
     """It has no tiles of 8 bits for them. Few queries, options that it lacks and problems that it would be slow for stay as they are."""
-    monkeypatch.setattr("flexpress.float8.architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr("flexpress.inputs.float8.architecture_of", lambda device: "sm_90")
     monkeypatch.setattr("flexpress.codegen.run.forward_kernels.multiprocessors", lambda device: 8)
     for dims, queries, options, becomes in (
         ((256, 256), 1024, {}, True),

@@ -41,7 +41,7 @@ from flexpress.codegen.run.preview_masks import (
     mask_compilations,
 )
 from flexpress.codegen.text.render import render
-from flexpress.recipes import make
+from flexpress.commands.recipes import make
 
 FOLDER = Path(__file__).parent.parent / "generated"
 TEMPLATES = FOLDER.parent / "templates"

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexpress import checks, create_block_mask, explain, flex_attention, mods, printed_kernels
+from flexpress import create_block_mask, explain, flex_attention, mods, printed_kernels
 from flexpress.codegen.device import counters
 from flexpress.codegen.run import backward_kernels, forward_kernels
+from flexpress.inputs import checks
 from support import shifts
 from support.attention import check_attention
 from support.gradients import check_gradients, gradient_problems

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexpress import create_block_mask, dropout_mask, mods, packed_blocks
-from flexpress.block_lists import transposed_lists
+from flexpress import create_block_mask, dropout_mask, mods
+from flexpress.calls import packed_blocks
+from flexpress.calls.packed_call import packed_call
 from flexpress.codegen import registry
 from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.arguments import one_by_one
@@ -21,8 +22,8 @@ from flexpress.codegen.run.backward import backward
 from flexpress.codegen.run.call import Bound, ExtraInputs, Inputs, Rows
 from flexpress.codegen.run.forward import forward
 from flexpress.codegen.text.render import render
-from flexpress.dropout import Dropout
-from flexpress.packed_call import packed_call
+from flexpress.inputs.dropout import Dropout
+from flexpress.masks.block_lists import transposed_lists
 from support import fake_gluon
 from support.dense import dense_attention, dropped_attention, factors_of, relative_error
 from support.fake_hopper import Variant, pass_for_hopper

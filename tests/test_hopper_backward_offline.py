@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 
-from flexpress import create_block_mask, flex_attention, mods, packed_blocks, varlen_attention
+from flexpress import create_block_mask, flex_attention, mods, varlen_attention
+from flexpress.calls import packed_blocks
 from flexpress.codegen import registry
 from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.offline import Compiled
@@ -20,7 +21,7 @@ from flexpress.codegen.plan.hopper_backward import enough_heads, fits, lacks_roo
 from flexpress.codegen.run import backward_kernels
 from flexpress.codegen.run.preview import Compilation, hopper_backward_compilations
 from flexpress.codegen.text.render import render
-from flexpress.recipes import make
+from flexpress.commands.recipes import make
 from support.assembly import assert_packed_as_read
 from support.fake_hopper import Variant, pass_for_hopper
 from support.hopper_backward import PLAIN, planned

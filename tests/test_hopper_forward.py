@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexpress import create_block_mask, dropout_mask, flex_attention, mods, packed_blocks, varlen_attention
+from flexpress import create_block_mask, dropout_mask, flex_attention, mods, varlen_attention
+from flexpress.calls import packed_blocks
 from flexpress.codegen import registry
 from support.dense import dense_attention, dropped_attention, factors_of, relative_error
 from support.fake_hopper import forward_on_cpu
@@ -152,7 +153,7 @@ FLOAT8_PROBLEMS = {
 def test_float8(monkeypatch, name):
     """Tiles of V are those of its transpose, and scales are another for each tile."""
     launched = forward_on_cpu(monkeypatch)
-    monkeypatch.setattr("flexpress.float8.WORTH_A_COPY", 128)
+    monkeypatch.setattr("flexpress.inputs.float8.WORTH_A_COPY", 128)
     shapes = dict(dtype=FLOAT8, B=2, Hkv=2, Q_LEN=150, KV_LEN=300, D_QK=64, D_V=48, mask_made="by the call")
     usual = dict(out_dtype=None, sinks=False, spread=1.0)
     check_quantised(Quantised(**{**shapes, **usual, **FLOAT8_PROBLEMS[name]}), "cpu")

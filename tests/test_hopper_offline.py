@@ -18,8 +18,8 @@ from flexpress.codegen.plan.geometry import geometry_of
 from flexpress.codegen.plan.hopper_forward import UNEVEN_BYTES, enough_heads, fits, heads_per_group, is_uneven, plan_hopper_forward
 from flexpress.codegen.run.preview import Compilation, hopper_compilation
 from flexpress.codegen.text.render import render
-from flexpress.recipes import make
-from flexpress.recorded import graph_and_values
+from flexpress.commands.recipes import make
+from flexpress.graphs.bound_mods import graph_and_values
 from support.assembly import assert_packed_as_read
 from support.tritons import PINNED, chosen, features, last_stage
 

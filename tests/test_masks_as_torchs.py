@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import flexpress
 from flexpress import BlockMask, create_block_mask, flex_attention, mods
-from flexpress.arguments import is_as_made
-from flexpress.foreign_masks import adopt
+from flexpress.calls.arguments import is_as_made
+from flexpress.masks.foreign_masks import adopt
 from support.dense import dense_attention
 from support.devices import DEVICES
 from support.problems import MASK_MODS, mask_mods

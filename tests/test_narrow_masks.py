@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexpress import BlockMask, create_block_mask, flex_attention, mods
-from flexpress.call import bound
+from flexpress.calls.call import bound
 from flexpress.codegen import registry
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.plan import tiles

@@ -54,7 +54,7 @@ from flexpress.codegen.run.preview_masks import (
 )
 from flexpress.codegen.text.parsing import without_comments
 from flexpress.codegen.text.render import render
-from flexpress.recipes import RECIPES, make
+from flexpress.commands.recipes import RECIPES, make
 from support.assembly import assert_packed_as_read
 from support.tritons import NEWER, OLDER, PINNED, by_pinned, chosen, further, last_stage
 from support.varlen import score_mods

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import PageAllocator, cache_clear, cached_attention, mods, precompile_cached, shared_prefix
+from flexpress import PageAllocator, cache_clear, cached_attention, mods, precompile_cached
+from flexpress.caches import shared_prefix
 from flexpress.codegen import registry
 from flexpress.codegen.device import interpret
 from support.costs import costs

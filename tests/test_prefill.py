@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from flexpress import cached_attention, checks, mods, printed_kernels, update_cache
+from flexpress import cached_attention, mods, printed_kernels, update_cache
 from flexpress.codegen import registry
 from flexpress.codegen.device import devices
 from flexpress.codegen.plan.forward import Options
@@ -17,6 +17,7 @@ from flexpress.codegen.run.cached_call import CachedCall
 from flexpress.codegen.run.call import Cached
 from flexpress.codegen.run.decode import DecodeCached
 from flexpress.codegen.run.layouts import output_like
+from flexpress.inputs import checks
 from support.dense import dense_attention, relative_error
 from support.devices import hopper
 from support.fake_hopper import Variant, forward_on_cpu, pass_for_hopper

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from flexpress import AuxRequest, cache_info, create_block_mask, flex_attention, mods, printed_kernels, probability_operators
+from flexpress import AuxRequest, cache_info, create_block_mask, flex_attention, mods, printed_kernels
+from flexpress.operators import probability_operators
 from support.dense import relative_error
 from support.devices import DEVICES, for_any
 from support.probabilities import ALL, assert_right, check_probabilities, dense, probability_problems

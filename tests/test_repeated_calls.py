@@ -12,12 +12,12 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods
-from flexpress.arguments import as_before
-from flexpress.call import attend, bound
+from flexpress.calls.arguments import as_before
+from flexpress.calls.call import attend, bound
+from flexpress.calls.packing import packing_of
 from flexpress.codegen import registry
 from flexpress.codegen.device import tma
 from flexpress.codegen.device.arguments import Numbers, plain_values
-from flexpress.packing import packing_of
 from support.fake_hopper import Variant, pass_for_hopper
 
 

@@ -69,8 +69,8 @@ def test_packed_sequences(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_blocks_that_begin_with_sequences(device, monkeypatch):
     """The same where the blocks are short, so that the interpreter gets through."""
-    monkeypatch.setattr("flexpress.packed_blocks.LONG", 0)
-    monkeypatch.setattr("flexpress.packed_blocks.MAX_QUERIES", 0)
+    monkeypatch.setattr("flexpress.calls.packed_blocks.LONG", 0)
+    monkeypatch.setattr("flexpress.calls.packed_blocks.MAX_QUERIES", 0)
     lengths = [40, 30, 5]
     ends = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     ids = torch.repeat_interleave(torch.arange(3, device=device), torch.tensor(lengths, device=device))

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from flexpress import Llama3Scaling, PageAllocator, YarnScaling, cached, mods, rope_table, scaled_dot_product_attention, serving_ops
+from flexpress import Llama3Scaling, PageAllocator, YarnScaling, mods, rope_table, scaled_dot_product_attention, serving_ops
+from flexpress.caches import cached
 from flexpress.sequences import AttentionInfo, CacheConfig, PositionalEmbeddingConfig, SequenceInfo
 from flexpress.serving import AttentionDescriptor, AttentionRegistry
 from support.caches import turned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import shared_attention, shared_prefix
+from flexpress.caches import shared_attention, shared_prefix
 from flexpress.sequences import SequenceInfo
 from support.devices import DEVICES
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexpress import cached_attention, printed_kernels, shared_attention, shared_prefix
+from flexpress import cached_attention, printed_kernels
+from flexpress.caches import shared_attention, shared_prefix
 from flexpress.codegen import registry
 from flexpress.codegen.run import shared_parts
 from flexpress.codegen.run.launch import Unusable

@@ -10,9 +10,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flexpress import PageAllocator, SharedPrefix, cached_attention, shared_attention, shared_prefix
+from flexpress import PageAllocator, SharedPrefix, cached_attention
+from flexpress.caches import shared_attention, shared_prefix
+from flexpress.caches.shared_prefix import grouped
 from flexpress.codegen.run.shared_tables import lay_out
-from flexpress.shared_prefix import grouped
 from support.benchmarks import benchmark
 from support.devices import DEVICES, for_any
 from support.prefixes import Forked, batches, check, made, pool_of

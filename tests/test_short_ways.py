@@ -7,18 +7,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexpress import (
-    AuxRequest,
-    BlockMask,
-    cached_attention,
-    create_block_mask,
-    custom_ops,
-    flex_attention,
-    mask_lists,
-    mods,
-    update_cache,
-    varlen_attention,
-)
+from flexpress import AuxRequest, BlockMask, cached_attention, create_block_mask, flex_attention, mods, update_cache, varlen_attention
+from flexpress.graphs import custom_ops
+from flexpress.masks import mask_lists
 from support.devices import DEVICES
 
 OPS = torch.ops.flexpress

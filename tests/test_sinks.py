@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexpress import AuxRequest, cached_attention, flash_attn, flex_attention, mods, varlen_attention
-from flexpress.sinks import fold_sinks, read_sinks
+from flexpress.inputs.sinks import fold_sinks, read_sinks
 from support.dense import relative_error
 from support.devices import DEVICES, for_any
 from support.extras import check_sinks, sink_problems, with_sinks

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexpress import apply_rope, cached_attention, mods, rope_table, shared_attention, shared_prefix, update_cache
+from flexpress import apply_rope, cached_attention, mods, rope_table, update_cache
+from flexpress.caches import shared_attention, shared_prefix
 from support.batches import score_mods
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES, for_any

@@ -12,7 +12,8 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 import flexpress
-from flexpress import create_block_mask, flex_attention, in_graph, mods, varlen_attention
+from flexpress import create_block_mask, flex_attention, mods, varlen_attention
+from flexpress.graphs import in_graph
 from support.dense import dense_attention
 from support.devices import DEVICES
 

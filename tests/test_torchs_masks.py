@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 import flexpress
 from flexpress import BlockMask, create_block_mask, flex_attention
-from flexpress.foreign_masks import adopt
+from flexpress.masks.foreign_masks import adopt
 from support.dense import assert_as_accurate, dense_attention
 
 LENGTH = 160

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import flexpress
-from flexpress import distributed, flash, flash_attn, in_graph, mods, sequences, serving
+from flexpress import distributed, flash, flash_attn, mods, sequences, serving
+from flexpress.graphs import in_graph
 
 PUBLIC = {
     **{f"flexpress.{name}": getattr(flexpress, name) for name in flexpress.__all__},

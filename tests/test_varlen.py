@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import ModError, cache_clear, cache_info, mods, packed_blocks, probabilities, varlen_attention
-from flexpress.call import attend
+from flexpress import ModError, cache_clear, cache_info, mods, varlen_attention
+from flexpress.calls import packed_blocks, probabilities
+from flexpress.calls.call import attend
 from support.dense import relative_error
 from support.devices import DEVICES, for_any
 from support.varlen import SCORE_MODS, Problem, by_sequence, check_problem, offsets, problems

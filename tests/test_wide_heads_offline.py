@@ -7,7 +7,7 @@ import pytest
 from flexpress.codegen.device import offline
 from flexpress.codegen.gpus import SHARED_MEMORY
 from flexpress.codegen.run.preview import Compilation, backward_compilations, compilation, decode_compilations, hopper_decode_compilation
-from flexpress.recipes import make
+from flexpress.commands.recipes import make
 from support.tritons import PINNED, chosen, further, last_stage
 
 LATENT = dict(head_dim=576, head_dim_v=512, values_in_keys=True)

@@ -8,7 +8,7 @@ import torch
 from flexpress import cached_attention, create_block_mask, create_mask, evaluate_mod, flex_attention, varlen_attention
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.wide import in_wide_integers
-from flexpress.recipes import RECIPES, make
+from flexpress.commands.recipes import RECIPES, make
 from support.dense import relative_error
 from support.devices import DEVICES
 from support.exported import saved

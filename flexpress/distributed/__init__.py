@@ -10,6 +10,7 @@ out = flex_attention(q, k, v, score_mod=alibi(slopes), context=plan)
 # The files of this folder:
 #
 #     plan, layout, assignment           who has which blocks
+#     dtensors, parts                    DTensors over batch and heads
 #     attention, cached, varlen, shards  the functions for them; shards are of DTensors
 #     exchange, heads, agreement         what ranks send each other, and whether they mean the same
 

@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flexpress.arguments import checked, looks_as
-from flexpress.autograd import once
-from flexpress.call import bound
-from flexpress.checks import autocast, parse_options
+from flexpress.calls.arguments import checked, looks_as
+from flexpress.calls.autograd import once
+from flexpress.calls.call import bound
+from flexpress.calls.problem import dense
 from flexpress.distributed.agreement import digest_of, numbers_of
 from flexpress.distributed.exchange import Arriving, Exchange
+from flexpress.distributed.parts import Heads, Part, score_of_part
 from flexpress.distributed.plan import ContextPlan
-from flexpress.dropout import Dropout, of_first_rank, of_part
-from flexpress.parts import Heads, Part, score_of_part
-from flexpress.problem import dense
-from flexpress.scales import read_scale
-from flexpress.sinks import fold_sinks, read_sinks
+from flexpress.inputs.checks import autocast, parse_options
+from flexpress.inputs.dropout import Dropout, of_first_rank, of_part
+from flexpress.inputs.scales import read_scale
+from flexpress.inputs.sinks import fold_sinks, read_sinks
 
 from ..codegen.compiling import runs_uncompiled
 from ..codegen.mod.bind import bind, graph_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from flexpress.cached import cached_attention
-from flexpress.cached_mods import mask_behind, score_behind
-from flexpress.merge import merge_attention
+from flexpress.caches.cached import cached_attention
+from flexpress.caches.cached_mods import mask_behind, score_behind
+from flexpress.calls.merge import merge_attention
+from flexpress.inputs.sinks import check_sinks, fold_sinks
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.sinks import check_sinks, fold_sinks
 
 
 def split_cached_attention(

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from flexpress.block_mask import BlockMask
 from flexpress.distributed.layout import whole_blocks
 from flexpress.distributed.plan import BLOCK, ContextPlan
+from flexpress.masks.block_mask import BlockMask
 
 from ..codegen.mod.bind import bind
 from ..codegen.mod.capture import name_of

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from flexpress.parts import Heads
+from flexpress.distributed.parts import Heads
 
 
 class HeadSplit:

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.types import Device
 
-from flexpress.checks import check_are_tensors, check_dim, extent, whole
+from flexpress.calls.packing import Packing, packing_of
 from flexpress.distributed.agreement import Agreement, digest_of, numbers_of
 from flexpress.distributed.heads import Gathered, HeadSplit
 from flexpress.distributed.layout import BLOCK, Layout, positions_of
-from flexpress.mask_creation import create_block_mask
-from flexpress.mask_mods import noop_mask
+from flexpress.distributed.parts import Part, mask_of_part
+from flexpress.inputs.checks import check_are_tensors, check_dim, extent, whole
+from flexpress.inputs.packed_checks import check_cu_seqlens, check_same_sequences
+from flexpress.inputs.plain_arguments import flag, resolve_device
+from flexpress.masks.mask_creation import create_block_mask
+from flexpress.masks.mask_mods import noop_mask
 from flexpress.mods import MaskMod
-from flexpress.packed_checks import check_cu_seqlens, check_same_sequences
-from flexpress.packing import Packing, packing_of
-from flexpress.parts import Part, mask_of_part
-from flexpress.plain_arguments import flag, resolve_device
 
 from ..codegen.mod.bind import bind
 from ..codegen.mod.capture import name_of

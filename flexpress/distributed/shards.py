@@ -16,10 +16,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from flexpress.checks import check_heads
 from flexpress.distributed.attention import ALL, Arguments, Share, attend_in_context, attend_packed_in_context
+from flexpress.distributed.dtensors import Shards
 from flexpress.distributed.plan import ContextPlan
-from flexpress.dtensors import Shards
+from flexpress.inputs.checks import check_heads
 
 from ..codegen.mod.tensors import is_distributed
 

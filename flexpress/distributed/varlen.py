@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flexpress.checks import check_rank
 from flexpress.distributed.attention import Arguments, attend_packed_in_context
 from flexpress.distributed.plan import ContextPlan, check_plan
-from flexpress.dropout import Dropout
+from flexpress.inputs.checks import check_rank
+from flexpress.inputs.dropout import Dropout
 
 from ..codegen.mod.tensors import is_distributed
 

@@ -4,6 +4,11 @@ Which arguments mean the same, which differ and which are refused is listed in d
 Triton file, with a bias and a causal mask that starts in the top left corner, are in flexpress.flash.
 """
 
+# The files of this folder:
+#
+#     flash_attn_interface, kvcache, bert_padding    flash_attn's own, by its names
+#     meaning, tables                                what its arguments mean to Flexpress; lengths and tables, looked at
+
 from flexpress.flash_attn import bert_padding, flash_attn_interface
 from flexpress.flash_attn.flash_attn_interface import (
     flash_attn_func,

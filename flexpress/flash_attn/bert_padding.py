@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from flexpress.checks import check_are_tensors, whole
 from flexpress.codegen.mod.tensors import is_moving, tracing
+from flexpress.inputs.checks import check_are_tensors, whole
 
 
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -29,14 +29,14 @@ from typing import Any
 import torch
 
 from flexpress.attention import flex_attention
-from flexpress.checks import check_rank, refuse_dropout
 from flexpress.codegen.mod.tensors import followed
 from flexpress.flash import check_together
 from flexpress.flash_attn.kvcache import attend_pages, flash_attn_with_kvcache
 from flexpress.flash_attn.meaning import mask_mod_of, placed_by_sequence, placed_last, read_options, same_place, score_mod_of
-from flexpress.in_graph import compilable
-from flexpress.packed_checks import check_packed
-from flexpress.scales import softmax_scale_of
+from flexpress.graphs.in_graph import compilable
+from flexpress.inputs.checks import check_rank, refuse_dropout
+from flexpress.inputs.packed_checks import check_packed
+from flexpress.inputs.scales import softmax_scale_of
 from flexpress.varlen import varlen_attention
 
 __all__ = [

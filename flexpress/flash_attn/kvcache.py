@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from flexpress.cache_checks import check_no_gradients, check_plain, check_table, described
-from flexpress.cached import attention_after, cached_attention
-from flexpress.checks import whole
+from flexpress.caches.cached import attention_after, cached_attention
+from flexpress.caches.kv_cache import update_cache
+from flexpress.caches.rope import rotated
 from flexpress.codegen.mod.tensors import check_surroundings
 from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, read_options, same_place, score_mod_of
 from flexpress.flash_attn.tables import check_caches_fit, checked_lengths
-from flexpress.in_graph import compilable
-from flexpress.kv_cache import update_cache
-from flexpress.packed_checks import check_cu_seqlens
-from flexpress.rope import rotated
-from flexpress.scales import softmax_scale_of
+from flexpress.graphs.in_graph import compilable
+from flexpress.inputs.cache_checks import check_no_gradients, check_plain, check_table, described
+from flexpress.inputs.checks import whole
+from flexpress.inputs.packed_checks import check_cu_seqlens
+from flexpress.inputs.scales import softmax_scale_of
 
 COPIED_FROM = {"cuda": 512, "cpu": sys.maxsize}  # queries of a sequence, beside which a copy of the keys behind left padding is little
 

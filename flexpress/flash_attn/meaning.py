@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from flexpress import mods
-from flexpress.checks import check_tensor, pair
-from flexpress.mask_mods import noop_mask
+from flexpress.inputs.checks import check_tensor, pair
+from flexpress.masks.mask_mods import noop_mask
 
 _FAR = 1 << 30  # beyond any length, and sums with positions stay in int32
 

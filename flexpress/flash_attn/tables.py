@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from flexpress.cache_checks import take_rows
-from flexpress.checks import DTYPES, autocasts
 from flexpress.codegen.mod.tensors import tracing
-from flexpress.custom_ops import fake_of, operator
-from flexpress.packed_checks import check_heads_fit
+from flexpress.graphs.custom_ops import fake_of, operator
+from flexpress.inputs.cache_checks import take_rows
+from flexpress.inputs.checks import DTYPES, autocasts
+from flexpress.inputs.packed_checks import check_heads_fit
 
 
 def check_caches_fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[str, str]) -> None:

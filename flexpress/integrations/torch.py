@@ -17,11 +17,11 @@ import math
 import torch
 from torch.library import Library
 
-from flexpress.cached import cached_attention
-from flexpress.call import attend, bound
+from flexpress.caches.cached import cached_attention
+from flexpress.calls.call import attend, bound
+from flexpress.calls.packed_call import packed_call
 from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, mask_mod_of, options_of, placed_by_sequence, placed_last, same_place
-from flexpress.mask_mods import noop_mask
-from flexpress.packed_call import packed_call
+from flexpress.masks.mask_mods import noop_mask
 
 from ..codegen.run.backward import backward
 from ..codegen.run.call import Bound, Rows

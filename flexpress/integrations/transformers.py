@@ -23,9 +23,9 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 from flexpress.attention import flex_attention
-from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
-from flexpress.mask_creation import create_block_mask
-from flexpress.mask_mods import without_ones
+from flexpress.masks.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
+from flexpress.masks.mask_creation import create_block_mask
+from flexpress.masks.mask_mods import without_ones
 from flexpress.mods import causal
 
 from ..codegen.mod.bind import bind

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.utils._pytree import tree_leaves
 
-from flexpress.block_mask import BlockMask
+from flexpress.masks.block_mask import BlockMask
 
 from ..codegen.mod.operators import BINARY, COMPARISONS, UNARY
 

@@ -10,7 +10,7 @@ from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.expr import MASK_SYMBOLS
 from flexpress.codegen.mod.wide import in_wide_integers
 from flexpress.codegen.run.masks import automatic_lists
-from flexpress.plain_arguments import resolve_device
+from flexpress.inputs.plain_arguments import resolve_device
 from support.dense import positions
 
 

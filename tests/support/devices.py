@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from flexpress import checks
+from flexpress.inputs import checks
 
 PARTS = 4  # of the examples on a GPU, which several processes may share
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

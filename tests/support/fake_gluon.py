@@ -19,7 +19,7 @@ import zlib
 
 import torch
 
-from flexpress.dropout import philox
+from flexpress.inputs.dropout import philox
 from support.ptx import inline_asm_elementwise
 from support.turns import Turns
 

@@ -915,7 +915,7 @@ def wrong_bounds(mask_mod, dense: torch.Tensor, extents: tuple, device: str) -> 
     from flexpress.codegen.mod.bind import bind
     from flexpress.codegen.mod.wide import in_wide_integers
     from flexpress.codegen.run.masks import automatic_lists
-    from flexpress.plain_arguments import resolve_device
+    from flexpress.inputs.plain_arguments import resolve_device
 
     wrong = []
     truth, bound = true_status(dense, (128, 128)), in_wide_integers(bind(mask_mod, "mask"), extents)

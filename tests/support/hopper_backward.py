@@ -10,7 +10,7 @@ from flexpress.codegen.plan.forward import Blocks
 from flexpress.codegen.plan.hopper_backward import HopperBackwardPlan, plan_hopper_backward
 from flexpress.codegen.run.imagined import EXTENTS
 from flexpress.codegen.text.layouts import layouts_of
-from flexpress.recipes import make
+from flexpress.commands.recipes import make
 
 PLAIN = BackwardCase(torch.bfloat16, 128, 128, use_tma=(True, True))
 

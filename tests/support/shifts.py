@@ -9,11 +9,11 @@ import torch
 from hypothesis import strategies as st
 
 from flexpress import dropout_mask, mods
-from flexpress.block_mask import BlockMask
-from flexpress.call import attend, bound
+from flexpress.calls.call import attend, bound
 from flexpress.codegen.run import masks
 from flexpress.codegen.run.block_lists import BlockLists, Shifts, lists_of
-from flexpress.dropout import Dropout
+from flexpress.inputs.dropout import Dropout
+from flexpress.masks.block_mask import BlockMask
 from support.dense import dense_attention, factors_of, relative_error
 from support.gradients import assert_gradients, error_times, gradients_of
 from support.varlen import FLOORS, MASK_MODS, SCORE_MODS, score_mods

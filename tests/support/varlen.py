@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexpress import and_masks, dropout_mask, mods, or_masks, packed_blocks, varlen_attention
+from flexpress import and_masks, dropout_mask, mods, or_masks, varlen_attention
+from flexpress.calls import packed_blocks
 from support.dense import dense_attention, factors_of, relative_error
 from support.gradients import assert_gradients, error_times, gradients_of
 
