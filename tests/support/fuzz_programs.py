@@ -593,7 +593,7 @@ def varlen(p: Program, rng: random.Random, small: int) -> None:
         p.inputs.append(f"cu_k = offsets({kv_lens}, device, {kind})")
     apart = chance(rng, 0.5)
     if apart:  # blocks begin where sequences do, however short these are
-        p.inputs.append("from flexpress import packed_blocks\nusual, packed_blocks.LONG = packed_blocks.LONG, 0")
+        p.inputs.append("from flexpress.calls import packed_blocks\nusual, packed_blocks.LONG = packed_blocks.LONG, 0")
     text = f"{'cu_k' if cross else None}, {'score_mod' if score else None}, {'mask_mod' if mask else None}"
     options = {"BACKEND": rng.choice(("TRITON", "AUTO"))} if chance(rng, 0.3) else {}
     text += f"{f', scale={scale}' if scale is not None else ''}{f', kernel_options={options}' if options else ''}"
