@@ -11,7 +11,6 @@ import torch
 
 from flexpress import (
     AuxRequest,
-    dropout,
     dropout_mask,
     flash_attn,
     flex_attention,
@@ -23,6 +22,7 @@ from flexpress import (
 from flexpress.codegen.plan.extras import DROPOUT_STEPS, Extras
 from flexpress.codegen.run.preview import compilation
 from flexpress.codegen.text.render import render
+from flexpress.inputs import dropout
 from support.dense import dense_attention, dropped_attention, relative_error
 from support.devices import DEVICES, for_any
 from support.extras import check_dropout, dropout_problems
