@@ -5,6 +5,11 @@ namespace flexpress {
 
 // ---- elements; 0 where not `inside`, and nothing is read there
 
+// offsets of which one index is of 32 bits and another of 64
+template <class T, class U> using IfMixed = std::enable_if_t<std::is_integral_v<T> && std::is_integral_v<U> && !std::is_same_v<T, U>, int>;
+template <class T, class U, IfMixed<T, U> = 0> INLINE Vec<int64_t> operator+(Vec<T> a, Vec<U> b) { return to_int64(a) + to_int64(b); }
+template <class T, class U, IfMixed<T, U> = 0> INLINE Vec<int64_t> operator-(Vec<T> a, Vec<U> b) { return to_int64(a) - to_int64(b); }
+
 template <class T, class I> struct Pointers { const T* base; Vec<I> offset; };
 template <class T, class I> INLINE auto operator+(const T* p, Vec<I> offset) {
     if constexpr (sizeof(I) < 4 || std::is_same_v<I, bool>) return Pointers<T, int32_t>{p, to_int32(offset)};

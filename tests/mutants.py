@@ -2899,6 +2899,72 @@ VARIOUS = [
         named("compiled_changes", "as_an_argument"),
         "a mask is no argument of a strictly exported model",
     ),
+    Mutant(
+        "codegen/mod/wide.py",
+        "[torch.iinfo(torch.int32).max if type(v) is int else v for v in values]",
+        "list(values)",
+        named("wide_integers", "any_captured"),
+        "exported files are for numbers as large as the example's",
+    ),
+    Mutant(
+        "templates/cpu_captured.h",
+        "INLINE Vec<int64_t> operator+(Vec<T> a, Vec<U> b) { return to_int64(a) + to_int64(b); }",
+        "INLINE Vec<int64_t> operator+(Vec<T> a, Vec<U> b) { return to_int64(a) - to_int64(b); }",
+        named("cpp", "32_and_of_64"),
+        "offsets of both widths are subtracted",
+    ),
+    Mutant(
+        "codegen/device/cpp_compiler.py",
+        "    elif _works():",
+        "    elif False:",
+        named("cpp", "leaves_the_others"),
+        "one kernel that does not compile moves all to the interpreter",
+    ),
+    Mutant(
+        "codegen/device/cpp.py",
+        "        if self._failed[0] == name:",
+        "        if False:",
+        named("cpp", "leaves_the_others"),
+        "a kernel that does not compile is compiled at every call",
+    ),
+    Mutant(
+        "codegen/device/cpp.py",
+        "    return threads if threads == 1 or _began[0] == os.getpid() else 1",
+        "    return threads",
+        named("cpp", "forked_child and not exported"),
+        "a forked child waits for threads of its parent",
+    ),
+    Mutant(
+        "flexpress/graphs/dynamo.py",
+        "        if _reads(read):",
+        "        if False:",
+        named("compiled_calls", "read_from_tensors"),
+        "numbers that a mod reads from tensors are arguments of operators",
+    ),
+    Mutant(
+        "flexpress/graphs/dynamo.py",
+        "        elif _comes_of_an_integer_read(node):",
+        "        elif False:",
+        named("compiled_calls", "integers_that"),
+        "floats of integers that a mod reads are arguments of operators",
+    ),
+    Mutant(
+        "flexpress/flash_attn/tables.py",
+        "            if padding > n:",
+        "            if False:",
+        named("flash_attn_cache", "bad or errors or wrong or padding"),
+        "padding reaches beyond a sequence",
+    ),
+    Mutant(
+        "flexpress/flash_attn/bert_padding.py", "(lengths > S) | ", "", named("bert_padding", "wraps_around"), "sums of lengths wrap around"
+    ),
+    Mutant(
+        "flexpress/steps/layer_step.py",
+        "        if length and starts[b + 1] - starts[b] != 1:",
+        "        if False:",
+        named("serving", "one_token_are_sequences"),
+        "rows of one token have cu_seqlens of others",
+    ),
 ]
 
 MUTANTS = [

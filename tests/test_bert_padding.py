@@ -97,6 +97,11 @@ BAD = {
     "a length of -1": (lambda: of_lengths([3, -1, 0, 0, 0, 0]), ValueError, "in row 0"),
     "half a token": (lambda: of_lengths([0.5] + [0] * 5), ValueError, "whole numbers"),
     "7 of 6": (lambda: of_lengths([6, 0, 0, 0, 0, 0], [4, 3, 0, 0, 0, 0]), ValueError, r"6 at most in a row, got \[4, 3, .* in row 1"),
+    "a mask elsewhere": (
+        lambda: unpad_input(hidden(1), torch.ones(1, S, device="meta")),
+        ValueError,
+        "attention_mask is on meta but hidden_states is on cpu",
+    ),
     "a list as mask": (lambda: unpad_input(hidden(1), [[1] * 6]), TypeError, "attention_mask must be a torch.Tensor, got list"),
     "a place twice": (lambda: pad_input(TOKENS, torch.tensor([1, 1]), 1, 4), ValueError, "indices has a place twice"),
     "a place outside": (lambda: pad_input(TOKENS, torch.tensor([1, 4]), 1, 4), ValueError, "indices are from 1 to 4; there are 4 places"),
@@ -109,6 +114,32 @@ BAD = {
     "a negative length": (lambda: pad_input(TOKENS, torch.tensor([1, 2]), 1, -4), ValueError, "seqlen is -4; it must be at least 0"),
     "a row outside": (lambda: index_first_axis(TOKENS, torch.tensor([2])), ValueError, "from 2 to 2; there are 2 rows of input"),
 }
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda freed: unpad_input(hidden(2), freed), "attention_mask"),
+        (lambda freed: unpad_input(hidden(2), torch.ones(2, S), freed), "unused_mask"),
+        (lambda freed: unpad_input_for_concatenated_sequences(hidden(2), freed), "attention_mask_in_length"),
+        (lambda freed: pad_input(freed, torch.tensor([1, 2]), 1, 4), "hidden_states"),
+        (lambda freed: pad_input(TOKENS, freed, 1, 4), "indices"),
+        (lambda freed: index_first_axis(freed, torch.tensor([0])), "input"),
+    ],
+)
+def test_freed_memory_is_not_read(call, name):
+    """As FSDP leaves it; torch's own functions read it, and end the process."""
+    freed = torch.tensor([1, 2]) if name == "indices" else torch.ones(2, S)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(NotImplementedError, match=f"{name} is a tensor whose memory was freed"):
+        call(freed)
+
+
+def test_lengths_whose_sum_wraps_around():
+    for length in (2**32, 2**61, 2**62, 2**63 - 1):
+        lengths = torch.tensor([[length] * 4 + [0, 0], [3, 0, 0, 0, 0, 0]])
+        with pytest.raises(ValueError, match="must hold lengths, whole numbers of 0 or more that are 6 at most in a row"):
+            unpad_input_for_concatenated_sequences(hidden(2), lengths)
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -130,6 +130,7 @@ BOTH = {
     "a cache that requires grad": ("pages", dict(k_cache=lambda t: t.requires_grad_()), NotImplementedError, "k_cache requires grad, but"),
 }
 ATTEND = {
+    "positions beyond 32 bits": ("pages", dict(q_offset=int32(0, 0, 2**31 - 1)), ValueError, "kernels count in 32 bits, to 2147483647"),
     "a query that requires grad": (
         "pages",
         dict(query=lambda t: t.requires_grad_()),
@@ -213,8 +214,14 @@ UPDATE = {
     "rope as a list": ("pages", dict(rope=[1.0]), TypeError, "rope must be a tensor"),
     "a short rope": ("pages", dict(rope=rope_table(15, D)), ValueError, "has 15 positions, but a new token has position 15"),
     "an empty rope": ("pages", dict(rope=rope_table(0, D)), ValueError, "rope must be float32"),
+    "a rope of columns": (
+        "pages",
+        dict(rope=lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)),
+        ValueError,
+        r"rope torch.float32 .* has strides .*; pass rope.contiguous\(\)",
+    ),
     "rope in float64": ("pages", dict(rope=torch.Tensor.double), ValueError, "rope must be float32"),
-    "a turned rope": ("pages", dict(rope=lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)), ValueError, "with strides"),
+    "a turned rope": ("pages", dict(rope=lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)), ValueError, "has strides"),
     "a cache with strided head dims": (
         "pages",
         dict(k_cache=lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)),

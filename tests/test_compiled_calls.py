@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -265,8 +266,21 @@ def a_dense_mask(device):
     )
 
 
+def numbers_read_from_tensors(device):
+    """By float() and .item(), which Dynamo makes nodes of the mod's graph of."""
+    temperature, bound, shift = torch.tensor(0.7), torch.tensor(1.5, device=device), torch.tensor(3)
+    weights = np.array([0.5, 0.25], dtype=np.float32)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        score = (score * float(temperature)).clamp(-bound.item(), 2 * float(bound) + 1)
+        return score * float(weights[1]) + weights.mean().item() + (q_idx - kv_idx) * int(shift) * float(shift)
+
+    return Case(lambda q, k, v: flex_attention(q, k, v, score_mod), inputs(device))
+
+
 CASES = [
     plain,
+    numbers_read_from_tensors,
     recipe_outside,
     closure_over_the_graph,
     numbers_that_change,
@@ -318,6 +332,23 @@ WAYS = [*(("aot_eager", make) for make in CASES), *(("eager", make) for make in 
 @pytest.mark.parametrize("backend, make", WAYS, ids=lambda x: getattr(x, "__name__", x))
 def test_as_in_eager_mode(backend, make, device):
     check(make(device), backend)
+
+
+@pytest.mark.parametrize("scalars", [False, True])
+def test_floats_of_integers_that_a_mod_reads_break_the_graph(fresh_compiler, scalars):
+    """Where it may not break, an error says what to do."""
+    window, (q, k, v) = torch.tensor(3), inputs("cpu")
+
+    def run(q, k, v):
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score * (int(window) / 2))
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=scalars):
+        words = "of an integer that it reads from a tensor: compute it before the call"
+        with pytest.warns(UserWarning), pytest.raises(torch._dynamo.exc.Unsupported, match=words):
+            torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v)
+        with pytest.warns(UserWarning, match="the call is a graph break"):
+            found = torch.compile(run, backend="aot_eager")(q, k, v)
+        torch.testing.assert_close(found, run(q, k, v))
 
 
 @pytest.mark.parametrize("device", DEVICES)

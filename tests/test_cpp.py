@@ -556,6 +556,84 @@ def test_a_compiler_that_fails_is_named_once(monkeypatch, own_directory):
         flex_attention(*torch.randn(3, 1, 1, 20, 16), kernel_options={"BACKEND": "CPP"})
 
 
+def test_a_kernel_that_does_not_compile_leaves_the_others(monkeypatch, own_directory):
+    """It is a fault of the print: the compiler serves all other calls. The print is not compiled again."""
+    tried = []
+
+    def compiled(source, name):
+        if "attends_to_nothing" in source:
+            tried.append(name)
+            source += "\n#error a fault of the print\n"
+        return cpp_compiler.compiled(source, name)
+
+    def attends_to_nothing(score, b, h, q_idx, kv_idx):
+        return score - 1
+
+    monkeypatch.setattr(cpp, "compiled", compiled)
+    q = torch.randn(1, 1, 20, 16)
+    with pytest.warns(
+        RuntimeWarning, match="(?s)a kernel for the CPU does not compile, a fault of Flexpress.*a fault of the print"
+    ) as seen:
+        torch.testing.assert_close(flex_attention(q, q, q, attends_to_nothing), flex_attention(q, q, q))
+        flex_attention(q, q, q, attends_to_nothing)
+    assert len(tried) == 1 and len({str(w.message) for w in seen}) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend()
+    assert {path.suffix for path in printed_kernels()} == {".cpp", ".py"}
+    with pytest.raises(RuntimeError, match="a fault of the print"):
+        flex_attention(q, q, q, attends_to_nothing, kernel_options={"BACKEND": "CPP"})
+
+
+def test_indices_of_32_and_of_64_bits_in_one_place(in_cpp):
+    """As tables of relative positions are read: by position, and by an index that the mod makes int64. Its gradient is scattered."""
+    q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(3)).unbind()
+    ids = torch.randint(0, 12, (40,), generator=torch.Generator().manual_seed(4))
+    table, wide = (torch.randn(*n, generator=torch.Generator().manual_seed(5)).requires_grad_() for n in ((40, 12), (2, 40, 12)))
+    for mod in (
+        lambda score, b, h, q_idx, kv_idx: score + table[q_idx, (q_idx - kv_idx).clamp(-5, 6).long() + 5],
+        lambda score, b, h, q_idx, kv_idx: score * table[kv_idx, ids[(q_idx + kv_idx) % 40]],
+        lambda score, b, h, q_idx, kv_idx: score + wide[h, q_idx, torch.floor(ids[kv_idx] * 0.9).long()],
+        lambda score, b, h, q_idx, kv_idx: score + wide[h, q_idx, (-(q_idx - kv_idx).abs()).clamp(-12).long()],
+    ):
+        found, exact = flex_attention(q, k, v, mod), dense_attention(q, k, v, score_mod=mod)[0]
+        assert relative_error(found, exact) < 1e-6
+        learned = wide if "wide" in mod.__code__.co_freevars else table
+        (mine,), (reference,) = (torch.autograd.grad(out.sin().sum(), learned) for out in (found, exact))
+        assert relative_error(mine, reference) < 1e-5
+
+
+FORKED = """
+import os, signal, torch, flexpress
+attend = lambda: flexpress.flex_attention(q, q, q)
+if {exported}:
+    import importlib.util
+    flexpress.export(torch.randn(1, 2, 40, 16), *[torch.randn(1, 2, 40, 16)] * 2, path={path!r}, backward=False)
+    spec = importlib.util.spec_from_file_location("exported", {path!r})
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    attend = lambda: module.attention(q, q, q)
+torch.set_num_threads(2)
+q = torch.randn(1, 2, 40, 16)
+attend()
+pid = os.fork()
+if not pid:
+    signal.alarm(60)
+    attend()
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_forked_child_has_no_threads_of_its_parents(exported, tmp_path):
+    """It would wait for them for ever."""
+    environment = {**os.environ, "FLEXPRESS_CPU": "cpp", "FLEXPRESS_CXXFLAGS": "-O1", "FLEXPRESS_EXPORTED_DIR": str(tmp_path)}
+    program = FORKED.format(exported=exported, path=str(tmp_path / "exported.py"))
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "0\n", done.stderr
+
+
 def test_the_interpreter_may_be_asked_for(monkeypatch, own_directory):
     monkeypatch.setenv("FLEXPRESS_CPU", "interpreter")
     with warnings.catch_warnings():

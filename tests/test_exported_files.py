@@ -17,7 +17,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from flexpress import BlockMask, create_block_mask, export, flex_attention
+from flexpress import BlockMask, create_block_mask, export, export_cached, flex_attention
 from flexpress.codegen.export.merged import Definitions
 from flexpress.codegen.mod.errors import RenderError
 from flexpress.exporting import exported_files
@@ -37,6 +37,29 @@ def test_a_block_mask_stands_for_its_mask_mod(tmp_path):
     )
     with pytest.raises(ValueError, match="pass its mask_mod|other lists"):
         export(q, k, v, block_mask=other)
+
+
+@pytest.mark.parametrize(
+    "path, error, words",
+    [
+        (5, TypeError, "path must be a str or a Path, got int"),
+        (b"x.py", TypeError, "path must be a str or a Path, got bytes"),
+        ("", ValueError, "path must name the file"),
+        ("a\0b", ValueError, "path must name the file"),
+    ],
+)
+def test_paths_that_no_file_can_have(path, error, words):
+    q, k, v = tensors("cpu")
+    with pytest.raises(error, match=words):
+        export(q, k, v, path=path)
+    with pytest.raises(error, match=words):
+        export_cached(q[:, :, :1], k.transpose(1, 2), v.transpose(1, 2), torch.ones(q.shape[0], dtype=torch.int32), path=path)
+
+
+def test_a_file_may_have_the_longest_name(tmp_path):
+    path = tmp_path / ("x" * 252 + ".py")
+    export(*tensors("cpu"), path=path)
+    assert path.is_file()
 
 
 def test_an_index_outside_reads_zero_as_in_the_library(tmp_path):

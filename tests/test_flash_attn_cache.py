@@ -346,6 +346,11 @@ BAD = {
         "cache_leftpad names positions from -1 to 0; the cache has positions",
     ),
     "padding beyond the room": (dict(cache_leftpad=int32(0, 9)), ValueError, "cache_leftpad names positions from 0 to 9"),
+    "padding beyond a sequence": (
+        dict(cache_seqlens=int32(3, 4), cache_leftpad=int32(3, 5)),
+        ValueError,
+        r"cache_leftpad\[1\] is 5, but sequence 1 has 4 positions in the cache, padding included",
+    ),
     "rotary alone": (dict(rotary_cos=COS, rotary_sin=COS), ValueError, "rotary_cos and rotary_sin are for new keys"),
     "half a rotary": (dict(rotary_cos=COS, k=NEW, v=NEW, cache_seqlens=1), TypeError, "rotary_sin must be a tensor"),
     "a short rotary": (dict(rotary_cos=COS[1:], rotary_sin=COS[1:], k=NEW, v=NEW, cache_seqlens=1), ValueError, "7 positions; a sequence"),

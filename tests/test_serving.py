@@ -275,6 +275,22 @@ BAD_OPERATORS = {  # operator, which arguments are others, and the words
 }
 
 
+def test_rows_of_one_token_are_sequences():
+    """cu_seqlens must say so; of a sequence that is not there it may say anything."""
+    name = "mha_with_paged_cache, one token each"
+    for starts in ([0, 2, 1], [0, 0, 2], [0, 1, 3], [7, 7, 7]):
+        args = [a.clone() for a in samples("cpu")[name]]
+        args[3], args[4] = int32(starts, "cpu"), int32([3, 2], "cpu")
+        before = [a.clone() for a in args]
+        with pytest.raises(ValueError, match="q has a token for each sequence, but by cu_seqlens .* sequence [01] has"):
+            torch.ops.flexpress.mha_with_paged_cache(*args)
+        assert all(map(torch.equal, args, before))
+    args = samples("cpu")[name]
+    expected = torch.ops.flexpress.mha_with_paged_cache(*(a.clone() for a in args))
+    args[3].copy_(int32([0, 1, 1], "cpu"))
+    assert torch.equal(torch.ops.flexpress.mha_with_paged_cache(*args), expected)
+
+
 @pytest.mark.parametrize("name", BAD_OPERATORS)
 def test_operators_say_what_is_wrong_before_they_write(name):
     op, changes, words = BAD_OPERATORS[name]

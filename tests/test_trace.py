@@ -9,6 +9,7 @@ import functools
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -226,6 +227,7 @@ def test_two_kinds_of_one_function():
 
 def test_ordinary_mods_are_traced_once():
     table, slopes, ids = torch.randn(3, 9, 9), torch.rand(3), torch.zeros(9, dtype=torch.int32)
+    limit, half = 0.5, 0.25
     for mod in (
         mods.alibi(slopes),
         mods.alibi_symmetric(slopes),
@@ -236,6 +238,8 @@ def test_ordinary_mods_are_traced_once():
         lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, torch.full_like(score, -math.inf)),
         lambda score, b, h, q_idx, kv_idx: score + torch.zeros_like(score) + score.new_ones(()) + torch.tensor(2.0),
         lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx, kv_idx] * torch.ones_like(score).to(table.dtype),
+        lambda score, b, h, q_idx, kv_idx: score.clamp(-limit, limit),
+        lambda score, b, h, q_idx, kv_idx: torch.float_power(score, half) + torch.copysign(score, half) + torch.xlogy(score, half),
     ):
         graph(mod)
         assert not why_every_call(mod, "score")
@@ -253,6 +257,14 @@ def test_ordinary_mods_are_traced_once():
     ):
         bind(mod, "mask")
         assert not why_every_call(mod, "mask")
+
+
+def test_numpy_numbers_where_torch_takes_numbers():
+    scores = torch.randn(1, 1, 4, 4)
+    for function in (torch.float_power, torch.copysign, torch.xlogy):
+        for number in (np.float32(0.5), np.float64(2.0), np.int64(3)):
+            found = evaluate_mod(lambda score, b, h, q_idx, kv_idx, f=function, n=number: f(score.abs(), n), scores)
+            torch.testing.assert_close(found, function(scores.abs(), number).float())
 
 
 def test_what_stand_ins_cannot_see_is_traced_at_every_call(caplog):

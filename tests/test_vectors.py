@@ -140,10 +140,16 @@ def test_values_of_reductions(dtype, device):
         ("(tags[q_idx] >= tags[kv_idx]).all(-1)", "(tags[:, None] >= tags).all(-1)"),
         ("torch.cdist(place[q_idx][None], place[kv_idx][None]).squeeze() < 2.0", "torch.cdist(place, place) < 2.0"),
         ("(place[q_idx].unsqueeze(0) * place[kv_idx]).sum((0, 1)) > 0", "place @ place.T > 0"),
+        ("(tags[q_idx] > (kv_idx % 9)[None]).all()", "(tags[:, None] > (torch.arange(LENGTH) % 9)[:, None]).all(-1)"),
+        (
+            "((q_idx - kv_idx)[..., None][None] < tags[kv_idx]).any()",
+            "((torch.arange(LENGTH)[:, None] - torch.arange(LENGTH))[..., None] < tags).any(-1)",
+        ),
+        ("(q_idx[...] >= kv_idx[()])", "torch.arange(LENGTH)[:, None] >= torch.arange(LENGTH)"),
     ],
 )
 def test_masks_of_vectors(text, dense):
-    values = {"torch": torch, "place": captured("cpu")["place"].detach(), "tags": torch.randint(0, 9, (LENGTH, 3))}
+    values = {"torch": torch, "LENGTH": LENGTH, "place": captured("cpu")["place"].detach(), "tags": torch.randint(0, 9, (LENGTH, 3))}
     mask = eval(f"lambda b, h, q_idx, kv_idx: {text}", values)
     assert torch.equal(create_mask(mask, None, None, LENGTH, LENGTH, "cpu")[0, 0], eval(dense, values))
     blocks = create_block_mask(mask, None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)

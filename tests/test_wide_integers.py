@@ -9,7 +9,7 @@ from flexpress import cached_attention, create_block_mask, create_mask, evaluate
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.wide import in_wide_integers
 from flexpress.commands.recipes import RECIPES, make
-from support.dense import relative_error
+from support.dense import dense_attention, relative_error
 from support.devices import DEVICES
 from support.exported import saved
 
@@ -167,6 +167,27 @@ def test_exported_files_serve_any_length(tmp_path, in_cpp):
     for length in (200, far):
         found = module.attention(q, k[:, :, :length], v[:, :, :length])
         assert relative_error(found, flex_attention(q, k[:, :, :length], v[:, :, :length], mask_mod=near)) < 1e-6
+
+
+def hashed(seed):
+    return lambda b, h, q_idx, kv_idx: ((q_idx * seed + kv_idx * 7) % 11 != 0) | (q_idx == kv_idx)
+
+
+def reaching(step):
+    return lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) * step <= step * 3
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+@pytest.mark.parametrize("make, name", [(hashed, "seed"), (reaching, "step")])
+def test_exported_files_serve_any_captured_number(tmp_path, in_cpp, make, name, target):
+    """Also one that is longer than that of the call that was exported; the file's own reference, too."""
+    q, k, v = torch.randn(3, 1, 2, 60, 16, generator=torch.Generator().manual_seed(6)).unbind()
+    with torch.no_grad():
+        _, module = saved(tmp_path, q, k, v, mask_mod=make(3), target=target)
+    for number in (3, 2**27 - 1, 2**29 + 1):
+        exact = dense_attention(q, k, v, mask_mod=make(number))[0]
+        assert relative_error(module.attention(q, k, v, **{name: number}), exact) < 1e-6
+        assert relative_error(module.reference(q, k, v, **{name: number})[0], exact) < 1e-12
 
 
 @pytest.mark.parametrize(

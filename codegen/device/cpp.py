@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -21,11 +22,21 @@ from ..registry import INFO
 from ..text.cpp import c_type, captured_numbers
 from ..text.spec import KernelSpec
 from . import folder
-from .cpp_build import CompilerError, flags
+from .cpp_build import CompilerError, CompilerStopped, flags
 from .cpp_compiler import compiled, compiler, cpu, version
 from .kernel import Kernel
 
 _CTYPES = {"float": ctypes.c_float, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64}
+
+
+_began: list[int] = []  # the process that first ran a kernel in several threads, which OpenMP keeps
+
+
+def _there(threads: int) -> int:
+    """How many of so many threads there are: a forked child has none of those that its parent began, and would wait for them for ever."""
+    if threads > 1 and not _began:
+        _began.append(os.getpid())
+    return threads if threads == 1 or _began[0] == os.getpid() else 1
 
 
 class CppKernel(Kernel):
@@ -38,13 +49,14 @@ class CppKernel(Kernel):
         names = [(name, ctypes.c_void_p if kind.endswith("*") else _CTYPES[kind]) for name, kind in kinds]
         self.arguments = type("Arguments", (ctypes.Structure,), {"_fields_": names})
         self._function = None
+        self._failed = "", ""  # the name under which it did not compile, and what the compiler said
 
     def call(self, values: Mapping[str, object], threads: int | None = None) -> None:
         """Run with arguments by the names of parameters, by torch's threads or fewer."""
         function = self.function()
         plain = (values[name] for name, _ in self.arguments._fields_)
         given = (v if not isinstance(v, torch.Tensor) else at if (at := v.data_ptr()) >= LOWEST else _low(v) for v in plain)
-        function(ctypes.byref(self.arguments(*given)), threads or torch.get_num_threads())
+        function(ctypes.byref(self.arguments(*given)), _there(threads or torch.get_num_threads()))
 
     def function(self):
         """The compiled function."""
@@ -55,7 +67,7 @@ class CppKernel(Kernel):
             start, name = time.perf_counter(), self._name()
             code, compiled = _read(name), False
             if code is None:
-                code, compiled = self._compile(), True
+                code, compiled = self._compile(name), True
                 _write(name, code)
             self._function = getattr(_loaded(name, code), self.spec.template)
             self._function.restype = None
@@ -73,9 +85,17 @@ class CppKernel(Kernel):
         key = repr((self.path.stem, path, path and version(path), flags(), cpu(), torch.__version__))
         return f"{self.path.stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
-    def _compile(self) -> bytes:
-        with progress.shown(f"compiling {self.path.stem}"):
-            return compiled(self.printed.source, str(self.path))
+    def _compile(self, name: str) -> bytes:
+        if self._failed[0] == name:
+            raise CompilerError(self._failed[1])
+        try:
+            with progress.shown(f"compiling {self.path.stem}"):
+                return compiled(self.printed.source, str(self.path))
+        except CompilerStopped:
+            raise
+        except CompilerError as why:
+            self._failed = name, str(why)
+            raise
 
 
 def _low(tensor: torch.Tensor) -> int:

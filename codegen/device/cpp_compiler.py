@@ -73,13 +73,26 @@ def _kind() -> tuple:
 
 
 def give_up(why: CompilerError) -> None:
-    """The compiler failed: from now on the interpreter serves calls that do not name kernels in C++. If it was stopped, for this once."""
+    """The compiler failed: from now on the interpreter serves calls that do not name kernels in C++. If it was stopped, for this once, and
+    where it compiles what all kernels include, calls that need this kernel."""
     if isinstance(why, CompilerStopped):
         told = "a kernel for the CPU was not compiled. Triton's interpreter runs it for this once, and the next call tries again"
+    elif _works():
+        told = "a kernel for the CPU does not compile, a fault of Flexpress: please report it. Triton's interpreter runs it, slowly"
     else:
         _given_up[_kind()] = f"{shlex.join(compiler() or ())} failed before"
         told = "kernels for the CPU do not compile and run in Triton's interpreter"
     warnings.warn(f"flexpress: {told}. {why}", RuntimeWarning, stacklevel=2)
+
+
+def _works() -> bool:
+    try:
+        tried()
+    except CompilerStopped:  # which says nothing
+        return True
+    except CompilerError:
+        return False
+    return True
 
 
 def note_interpreter() -> None:

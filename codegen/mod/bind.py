@@ -147,7 +147,8 @@ def _trace(mod, kind: str, bucket: _Bucket) -> tuple[Traced, list, str]:
         except Untrackable as refused:
             reason = str(refused)
         except Exception as error:  # on real objects it may be none; if it is, that error is the user's
-            reason = f"raises {type(error).__name__} with stand-ins for what it captures"
+            said = str(error).partition("\n")[0]
+            reason = f"raises {type(error).__name__} with stand-ins for what it captures ({said})"
     try:
         return *traced_once(mod, kind), reason
     except ModError as error:

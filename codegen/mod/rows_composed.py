@@ -43,7 +43,7 @@ def is_integral(x) -> bool:
 
 
 def is_number(x) -> bool:
-    return isinstance(x, (*NUMBERS, *UNKNOWN_NUMBERS))
+    return isinstance(as_python(x), (*NUMBERS, *UNKNOWN_NUMBERS))
 
 
 def _isinf(x):
@@ -69,7 +69,7 @@ def _scaled(x, y, alpha):
     total = x + y
     if kind(total.dtype) == "bool" or (kind(total.dtype) == "int" and not is_integral(alpha)):
         raise TypeError(f"alpha is {as_python(alpha)}, but the operands are {total.dtype}: write the product yourself")
-    if is_number(as_python(y)):
+    if is_number(y):
         return y * alpha
     product = torch.mul(in_dtype_of(total, y), alpha)
     return product if kind(total.dtype) == "int" else product.to(total.dtype)
@@ -94,7 +94,7 @@ def _round(x, *, decimals=0):
 def _copysign(x, y):
     dtype = (x + y).dtype
     size = torch.abs(x * 1.0).to(dtype if dtype.is_floating_point else torch.get_default_dtype())
-    if is_number(as_python(y)):
+    if is_number(y):
         return size * math.copysign(1.0, float(y))
     return torch.where((y < 0) | ((y == 0) & (1.0 / y < 0)), -size, size)
 

@@ -176,10 +176,8 @@ def is_stand_in(value) -> bool:
 
 
 def as_python(value):
-    """The plain Python number behind a HostNumber, without pinning it."""
-    if type(value) is not HostNumber:
-        return value
-    number = state_of(value).value
+    """The plain Python number behind a HostNumber, without pinning it, or of a NumPy scalar."""
+    number = state_of(value).value if type(value) is HostNumber else value
     return number.item() if isinstance(number, np.generic) else number
 
 

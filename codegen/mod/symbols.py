@@ -78,7 +78,13 @@ class Sym(Symbolic):
     tolist = item
 
     def __getitem__(self, index):
-        raise running().error("a symbol is a scalar and cannot be indexed", "Index a captured tensor instead.")
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(part is None or part is Ellipsis for part in parts) or sum(part is Ellipsis for part in parts) > 1:
+            raise running().error("a symbol is a scalar and cannot be indexed", "Index a captured tensor instead.")
+        found = self
+        for _ in range(sum(part is None for part in parts)):
+            found = found.unsqueeze(0)
+        return found
 
     def __setattr__(self, name, value):
         if name not in Sym.__slots__:

@@ -36,8 +36,10 @@ def part_in_wide_integers(mod: Callable, bound: tuple[ModGraph, list], lengths: 
 
 
 def at_any_length(mod: tuple[ModGraph, list]) -> tuple[ModGraph, list]:
-    """A bound mod whose integers hold for lengths that are not known, such as those of an exported file's calls."""
-    return in_wide_integers(mod, ANY_LENGTH)
+    """A bound mod whose integers hold for lengths and captured numbers that are not known, such as those of an exported file's calls."""
+    graph, values = mod
+    suited, _ = in_wide_integers((graph, [torch.iinfo(torch.int32).max if type(v) is int else v for v in values]), ANY_LENGTH)
+    return suited, values
 
 
 def in_wide_integers(mod: tuple[ModGraph, list], extents: tuple[int, ...]) -> tuple[ModGraph, list]:
@@ -81,7 +83,7 @@ def with_fitting_numbers(graph: ModGraph, values: list) -> tuple[ModGraph, list]
         scalars = tuple(graph.scalars[i] for i in kept)
         result = made[id(graph.result)]
         found = _literal[key] = known_graph(graph.kind, graph.name, graph.origin, result, graph.tensors, scalars)
-    return at_any_length((found, [*values[:first], *(values[first + i] for i in kept)]))
+    return in_wide_integers((found, [*values[:first], *(values[first + i] for i in kept)]), ANY_LENGTH)
 
 
 def _widened(graph: ModGraph, limits: dict[int, tuple[int, int]]) -> ModGraph:

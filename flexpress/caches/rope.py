@@ -178,11 +178,13 @@ def check_rope(rope, name: str, tokens: torch.Tensor) -> None:
     check_plain("rope", rope, "(positions, rope_dim / 2, 2)")
     check_memory("rope", rope)
     fits = rope.shape[0] > 0 and rope.shape[2] == 2 and rope.dtype == torch.float32 and rope.device == tokens.device
-    if not fits or not 1 <= rope.shape[1] <= tokens.shape[-1] // 2 or rope.stride(2) != 1 or rope.stride(1) != 2 and rope.shape[1] > 1:
+    if not fits or not 1 <= rope.shape[1] <= tokens.shape[-1] // 2:
         raise ValueError(
             f"rope must be float32 (positions, rope_dim / 2, 2) on {tokens.device}, from rope_table, with rope_dim up to the "
-            f"{tokens.shape[-1]} of {name}, got {described(rope)} with strides {rope.stride()}"
+            f"{tokens.shape[-1]} of {name}, got {described(rope)}"
         )
+    if rope.stride(2) != 1 or rope.stride(1) != 2 and rope.shape[1] > 1:
+        raise ValueError(f"rope {described(rope)} has strides {rope.stride()}, but a row of it must be contiguous; pass rope.contiguous()")
 
 
 def check_reached(rope: torch.Tensor | None, reached: int) -> None:

@@ -215,6 +215,8 @@ def _export(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from flexpress.exporting.export import export
     from flexpress.exporting.export_cached import export_cached
 
+    if given.portable and given.target == "cpu":
+        parser.error("--portable leaves kernels for Hopper out, and a file for --target cpu has none; leave --portable out")
     score_mod, mask_mod = make(*given.recipe, heads=given.heads[0])
     (Hq, Hkv), (d_qk, d_v), dtype = given.heads, given.head_dim, getattr(torch, _DTYPES[given.dtype])
     details = {"target": given.target, "path": given.output, "layout": given.layout, "overwrite": given.overwrite}

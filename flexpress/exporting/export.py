@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 from flexpress.calls.arguments import block_size
-from flexpress.exporting.exported_files import write
+from flexpress.exporting.exported_files import check_path, write
 from flexpress.inputs import checks
 from flexpress.inputs.float8 import FLOAT8
 from flexpress.inputs.plain_arguments import flag
@@ -87,6 +87,7 @@ def export(
     """
     enable_gqa, overwrite = flag("enable_gqa", enable_gqa), flag("overwrite", overwrite)
     backward = None if backward is None else flag("backward", backward)
+    check_path(path)
     checks.check_tensors(query, key, value, enable_gqa)
     if query.dtype == FLOAT8:
         raise NotImplementedError(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from flexpress.exporting.export import asked_target, bound_mod, refuse_layout
-from flexpress.exporting.exported_files import write
+from flexpress.exporting.exported_files import check_path, write
 from flexpress.inputs import checks
 from flexpress.inputs.cache_checks import CacheTables, check_batch
 from flexpress.inputs.plain_arguments import flag
@@ -63,6 +63,7 @@ def export_cached(
     FileExistsError for what is there already.
     """
     overwrite = flag("overwrite", overwrite)
+    check_path(path)
     if page_table is not None and cache_loc is not None:
         raise ValueError("export_cached takes page_table or cache_loc, not both; pass page_table[cache_loc]")
     tables = CacheTables(kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale)

@@ -14,6 +14,17 @@ from pathlib import Path
 LAYOUTS = ("file", "kernels")
 
 
+def check_path(path) -> None:
+    """Raise TypeError or ValueError for a path that no file can have. Asked before anything is printed."""
+    if path is None:
+        return
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(name, str):
+        raise TypeError(f"path must be a str or a Path, got {type(path).__name__}")
+    if not name or "\0" in name:
+        raise ValueError(f"path must name the file, or with layout='kernels' the folder, to write, got {name!r}")
+
+
 def write(text: str, path: str | os.PathLike | None, layout: str, overwrite: bool) -> None:
     """Write exported kernels, if there is a path. Raises ValueError for a layout or a name, FileExistsError for what is there already."""
     if layout not in LAYOUTS:
@@ -40,7 +51,7 @@ def write(text: str, path: str | os.PathLike | None, layout: str, overwrite: boo
 
 def _replace(file: Path, content: str) -> None:
     """Write under another name and rename: nobody sees half a file."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{file.name}-", suffix=".tmp", dir=file.parent)
+    handle, temporary = tempfile.mkstemp(prefix=".flexpress-", suffix=".tmp", dir=file.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as opened:
             opened.write(content)

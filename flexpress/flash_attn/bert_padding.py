@@ -9,12 +9,13 @@ import torch
 from torch.nn.functional import pad
 
 from flexpress.codegen.mod.tensors import is_moving, tracing
+from flexpress.inputs.cache_checks import check_still_there
 from flexpress.inputs.checks import check_are_tensors, whole
 
 
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """The rows `indices` (n,) of input (N, ...), at least 2-D: (n, ...). Differentiable. ValueError for another rank."""
-    check_are_tensors(input=input)
+    _check_there(input=input)
     if input.ndim < 2:
         raise ValueError(f"input must have 2 dimensions or more, got shape {tuple(input.shape)}")
     _check_indices(indices, input.shape[0], "rows of input")
@@ -76,7 +77,7 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
     ValueError or TypeError for indices that are no (total,) integers; on the CPU, where nobody waits, for those outside of the batch or
     there twice, too.
     """
-    check_are_tensors(hidden_states=hidden_states)
+    _check_there(hidden_states=hidden_states)
     places = whole("batch", batch) * whole("seqlen", seqlen)
     looks = _check_indices(indices, places, f"places of a batch ({batch}, {seqlen})")
     if hidden_states.ndim == 0 or indices.shape[0] != hidden_states.shape[0]:
@@ -87,19 +88,29 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
     return padded.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
 
 
+def _check_there(**named: torch.Tensor) -> None:
+    """They are tensors, and have memory, where that can be asked."""
+    check_are_tensors(**named)
+    if not (torch.compiler.is_compiling() or tracing()):
+        for name, tensor in named.items():
+            if not is_moving(tensor):
+                check_still_there(name, tensor)
+
+
 def _check_lengths(attention_mask_in_length: torch.Tensor, ends: torch.Tensor) -> None:
     S = attention_mask_in_length.shape[1]
-    wrong = (attention_mask_in_length < 0) | (attention_mask_in_length != attention_mask_in_length.long()) | (ends > S)
+    lengths = attention_mask_in_length
+    wrong = (lengths < 0) | (lengths > S) | (lengths != lengths.long()) | (ends > S)  # of larger ones the sum may wrap around
     if rows := wrong.any(dim=-1).nonzero().flatten().tolist():
         raise ValueError(
             f"attention_mask_in_length must hold lengths, whole numbers of 0 or more that are {S} at most in a row, got "
-            f"{attention_mask_in_length[rows[0]].tolist()!s:.80} in row {rows[0]}"
+            f"{lengths[rows[0]].tolist()!s:.80} in row {rows[0]}"
         )
 
 
 def _check_indices(indices: torch.Tensor, count: int, what: str) -> bool:
     """Integers (n,), which on the CPU are below `count`. Were their values looked at?"""
-    check_are_tensors(indices=indices)
+    _check_there(indices=indices)
     if indices.ndim != 1:
         raise ValueError(f"indices must have shape (n,), got {tuple(indices.shape)}")
     if indices.dtype not in (torch.int32, torch.int64):
@@ -112,11 +123,13 @@ def _check_indices(indices: torch.Tensor, count: int, what: str) -> bool:
 
 
 def _check_mask(name: str, mask: torch.Tensor, hidden_states: torch.Tensor) -> None:
-    check_are_tensors(hidden_states=hidden_states, **{name: mask})
+    _check_there(hidden_states=hidden_states, **{name: mask})
     if hidden_states.ndim < 3 or mask.shape != hidden_states.shape[:2]:
         raise ValueError(
             f"hidden_states must be (B, S, ...) and {name} (B, S), got shapes {tuple(hidden_states.shape)} and {tuple(mask.shape)}"
         )
+    if mask.device != hidden_states.device:
+        raise ValueError(f"{name} is on {mask.device} but hidden_states is on {hidden_states.device}; move it with .to(...)")
 
 
 def _rows(hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -69,6 +69,9 @@ def _check_contents(lengths, new: int, room: int, entries: int, size: int, batch
             raise ValueError(f"sequence {b} has {n} positions in the cache and {new} new ones; there is room for {room}")
     if leftpad is not None:
         _check_range("cache_leftpad", leftpad.tolist(), "positions", room + 1)
+        for b, (padding, n) in enumerate(zip(leftpad.tolist(), counts, strict=True)):
+            if padding > n:
+                raise ValueError(f"cache_leftpad[{b}] is {padding}, but sequence {b} has {n} positions in the cache, padding included")
     if cu_seqlens_q is not None and int(cu_seqlens_q.diff().amax() if cu_seqlens_q.shape[0] > 1 else 0) > longest:
         raise ValueError(f"max_seqlen_q is {longest}, but a sequence has more queries: cu_seqlens_q is {cu_seqlens_q.tolist()}")
     holders: dict[int, list[tuple[int, range]]] = {}

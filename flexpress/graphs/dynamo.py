@@ -159,11 +159,17 @@ def _one_record_of_changes(tx) -> Iterator[None]:
 def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
     """From what a mod captures, in the order of the graph's inputs behind its symbols, to the mod. With a device, floats that are open
     become tensors there."""
-    made_of_numbers = module.graph.find_nodes(op="call_function", target=torch._refs.tensor)
-    for node in made_of_numbers:  # what Dynamo makes of torch.tensor(number): it changes tensors in place
-        node.target = torch.as_tensor
-    if made_of_numbers:
-        module.recompile()
+    for node in module.graph.find_nodes(op="call_function", target=torch._refs.tensor):
+        node.target = torch.as_tensor  # what Dynamo makes of torch.tensor(number) changes tensors in place
+    for node in module.graph.nodes:
+        if node.op == "placeholder" or not _is(torch.SymFloat, node):
+            continue
+        read = node.args[0] if node.target is torch.sym_float else node
+        if _reads(read):
+            node.op, node.target, node.args = "call_function", _number_in, read.args
+        elif _comes_of_an_integer_read(node):
+            raise Unsupported(f"{name} computes {node.name} of an integer that it reads from a tensor: compute it before the call")
+    module.recompile()
     forward = type(module).forward
     places = [n.target for n in module.graph.nodes if n.op == "placeholder"][symbols:]
 
@@ -174,6 +180,25 @@ def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
         return mod
 
     return make
+
+
+def _is(kind: type, node) -> bool:
+    return isinstance(node, torch.fx.Node) and isinstance(node.meta.get("example_value"), kind)
+
+
+def _reads(node: torch.fx.Node) -> bool:
+    """Is it the number of a tensor, as of tensor.item()?"""
+    return len(node.args) == 1 and _is(torch.Tensor, node.args[0])
+
+
+def _comes_of_an_integer_read(number: torch.fx.Node) -> bool:
+    numbers = [of for of in number.all_input_nodes if _is((torch.SymInt, torch.SymFloat), of) and of.target is not _number_in]
+    return any(_reads(of) or _comes_of_an_integer_read(of) for of in numbers)
+
+
+def _number_in(tensor):
+    """What a mod reads with float() or .item(). Of a captured tensor it is one, too: a graph is made before the number is known."""
+    return tensor.detach().to(torch.float32) if isinstance(tensor, torch.Tensor) else tensor.item()
 
 
 def _takes_tensors(made, examples: list, device: torch.device, key: str) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexpress.inputs.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, MAX_HEAD_DIM_QK, check_extents, whole
+from flexpress.inputs.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, MAX_HEAD_DIM_QK, MOST, check_extents, whole
 
 from ..codegen.mod.tensors import LOWEST, ORDINARY, check_kind, check_memory
 from ..codegen.registry import Table
@@ -287,6 +287,8 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
                 f"sequence {b} has {count} new tokens from position {offset} on, and kv_len {length}; positions go from 0 to "
                 f"{room - 1} in {cache}{f' with {pages.shape[1]} pages' if pages is not None else ''}"
             )
+        if count and offset + count - 1 > MOST:
+            raise ValueError(f"sequence {b} has {count} queries from position {offset} on; kernels count in 32 bits, to {MOST}")
         if pages is not None:
             mine = pages[b, : -(-end // size)].tolist()
             if mine and not 0 <= min(mine) <= max(mine) < entries:

@@ -39,6 +39,16 @@ def check_tokens(q, k, v, k_cache, v_cache) -> None:
             )
 
 
+def _check_one_each(cu_seqlens: torch.Tensor, kv_len: torch.Tensor) -> None:
+    """Does cu_seqlens give each sequence one token? Looked at on the CPU. One that is not there (kv_len 0) may have a row, and no token."""
+    if cu_seqlens.device.type != "cpu":
+        return
+    starts = cu_seqlens.tolist()
+    for b, length in enumerate(kv_len.tolist()):
+        if length and starts[b + 1] - starts[b] != 1:
+            raise ValueError(f"q has a token for each sequence, but by cu_seqlens {starts} sequence {b} has {starts[b + 1] - starts[b]}")
+
+
 def attend(
     qkv,
     kv_len,
@@ -65,10 +75,13 @@ def attend(
     sequences, rows = kv_len.shape[0], q.shape[0]
     if 1 < rows < sequences and q.shape[1] == 1:  # metadata of the largest batch, as a CUDA graph has it: row i is sequence i
         sequences, kv_len, where = rows, kv_len[:rows], {name: t[:rows] for name, t in where.items()}
+    one_each = q.shape[:2] == (sequences, 1)
+    if one_each and cu_seqlens is not None:
+        _check_one_each(cu_seqlens, kv_len)
     split = tuple(
         t if t.ndim == 4 else t.unflatten(-1, (-1, cache.shape[-1])) for t, cache in zip(qkv, (k_cache, k_cache, v_cache), strict=True)
     )
-    if cu_seqlens is None or q.shape[:2] == (sequences, 1):  # (b, s, heads, head dim) to (b, heads, s, head dim)
+    if cu_seqlens is None or one_each:  # (b, s, heads, head dim) to (b, heads, s, head dim)
         query, key, value = (t.transpose(1, 2) for t in split)
     else:
         query, key, value = (t.flatten(0, 1) for t in split)
