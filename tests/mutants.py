@@ -2952,7 +2952,7 @@ VARIOUS = [
         "flexpress/flash_attn/tables.py",
         "            if padding > n:",
         "            if False:",
-        named("flash_attn_cache", "bad or errors or wrong or padding"),
+        named("flash_attn_cache", "say_what or bad_arguments or errors"),
         "padding reaches beyond a sequence",
     ),
     Mutant(

@@ -459,7 +459,7 @@ SCORE_CASES = [
     (none_index, "returns a tensor of shape (1, 8)", "TABLE[h, None]", "Index every dimension"),
     (ellipsis_index, "returns a vector of 2 elements", "TABLE[..., h]", "Index every dimension"),
     (tensor_index, "returns a vector of 2 elements", "TABLE[h, torch.tensor([0, 1])]", "Index every dimension"),
-    (median_of_a_row, "Tensor.median is not a supported operation", "TABLE[h].median()", "Supported are"),
+    (median_of_a_row, "Tensor.median is not a supported operation", "TABLE[h].median()", "Call it before attention"),
     (unsupported_method, "Tensor.lgamma is not a supported operation", "score.lgamma()", "Supported are"),
     (unsupported_function, "bessel_j0 is not a supported operation", "special.bessel_j0(score)", "Supported are"),
     (in_place, "Tensor.add_ is not a supported operation", "score.add_(1)", "Supported are"),

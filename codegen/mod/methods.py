@@ -13,10 +13,18 @@ from .ops import supported_operations
 from .stand_ins import same_one, value_of
 from .symbols import Sym
 
+_BEFORE = "Call it before attention, and capture what it returns."
+_INSTEAD = {
+    **dict.fromkeys(("sort", "argsort", "topk", "kthvalue", "median", "mode", "unique"), _BEFORE),
+    **dict.fromkeys(("tril", "triu"), "Compare q_idx with kv_idx."),
+    "one_hot": "Compare with torch.arange(n).",
+}
+
 
 def unsupported(name: str) -> ModError:
     """What is said of a function or method that has no row and is none of these."""
-    return running().error(f"{name} is not a supported operation", f"Supported are {supported_operations()}.")
+    instead = _INSTEAD.get(name.rpartition(".")[2])
+    return running().error(f"{name} is not a supported operation", instead or f"Supported are {supported_operations()}.")
 
 
 _CASTS = {

@@ -136,7 +136,7 @@ def index_tensor(tensor: torch.Tensor, index: tuple) -> Sym | TensorView:
     if len(index) < tensor.ndim:
         return TensorView(tensor, index)
     if tensor.dtype not in DTYPES and tensor.layout == torch.strided and not tensor.is_quantized:
-        raise trace.error(f"a captured tensor of {tensor.dtype}", "Mods read real numbers: convert it before.")
+        raise trace.error(f"a captured tensor of {tensor.dtype}", "Mods read real numbers: convert it, or capture .real and .imag.")
     if tensor.ndim == 0 and tensor.device.type == "cpu" and not tensor.requires_grad and not (tracing() or is_moving(tensor)):
         number = trace.host_scalar(tensor)
         return Sym(
