@@ -2912,6 +2912,7 @@ VARIOUS = [
         "INLINE Vec<int64_t> operator+(Vec<T> a, Vec<U> b) { return to_int64(a) - to_int64(b); }",
         named("cpp", "32_and_of_64"),
         "offsets of both widths are subtracted",
+        "crash",
     ),
     Mutant(
         "codegen/device/cpp_compiler.py",

@@ -576,13 +576,15 @@ def test_a_kernel_that_does_not_compile_leaves_the_others(monkeypatch, own_direc
     ) as seen:
         torch.testing.assert_close(flex_attention(q, q, q, attends_to_nothing), flex_attention(q, q, q))
         flex_attention(q, q, q, attends_to_nothing)
-    assert len(tried) == 1 and len({str(w.message) for w in seen}) == 1
+    assert len({str(w.message) for w in seen}) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attend()
     assert {path.suffix for path in printed_kernels()} == {".cpp", ".py"}
-    with pytest.raises(RuntimeError, match="a fault of the print"):
-        flex_attention(q, q, q, attends_to_nothing, kernel_options={"BACKEND": "CPP"})
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a fault of the print"):
+            flex_attention(q, q, q, attends_to_nothing, kernel_options={"BACKEND": "CPP"})
+    assert len(tried) == 1
 
 
 def test_indices_of_32_and_of_64_bits_in_one_place(in_cpp):
