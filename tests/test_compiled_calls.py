@@ -278,6 +278,16 @@ def numbers_read_from_tensors(device):
     return Case(lambda q, k, v: flex_attention(q, k, v, score_mod), inputs(device))
 
 
+def sizes_of_tensors(device):
+    """Floats that come of lengths, which are no numbers that a tensor holds."""
+
+    def run(q, k, v):
+        row = q[0, 0, :, 0]
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score * (9 / row.numel()) + float(len(row)) / row.shape[0])
+
+    return Case(run, inputs(device))
+
+
 CASES = [
     plain,
     numbers_read_from_tensors,
@@ -365,7 +375,7 @@ def test_by_inductor_on_a_gpu(make):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", [numbers_that_change, mask_made_inside])
+@pytest.mark.parametrize("make", [numbers_that_change, mask_made_inside, sizes_of_tensors])
 def test_dynamic_from_the_start(make, device):
     check(make(device), "aot_eager", dynamic=True)
 

@@ -162,10 +162,10 @@ def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
     for node in module.graph.find_nodes(op="call_function", target=torch._refs.tensor):
         node.target = torch.as_tensor  # what Dynamo makes of torch.tensor(number) changes tensors in place
     for node in module.graph.nodes:
-        if node.op == "placeholder" or not _is(torch.SymFloat, node):
+        if node.op == "placeholder" or not isinstance(node.meta.get("example_value"), torch.SymFloat):
             continue
         read = node.args[0] if node.target is torch.sym_float else node
-        if _reads(read):
+        if _reads(read) or getattr(read, "target", None) is _number_in:
             node.op, node.target, node.args = "call_function", _number_in, read.args
         elif _comes_of_an_integer_read(node):
             raise Unsupported(f"{name} computes {node.name} of an integer that it reads from a tensor: compute it before the call")
@@ -182,17 +182,13 @@ def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
     return make
 
 
-def _is(kind: type, node) -> bool:
-    return isinstance(node, torch.fx.Node) and isinstance(node.meta.get("example_value"), kind)
-
-
-def _reads(node: torch.fx.Node) -> bool:
-    """Is it the number of a tensor, as of tensor.item()?"""
-    return len(node.args) == 1 and _is(torch.Tensor, node.args[0])
+def _reads(node) -> bool:
+    """Is it the number of a tensor? Of an array of NumPy's, too."""
+    return isinstance(node, torch.fx.Node) and getattr(node.target, "__name__", node.target) in ("item", "wrapped_item")
 
 
 def _comes_of_an_integer_read(number: torch.fx.Node) -> bool:
-    numbers = [of for of in number.all_input_nodes if _is((torch.SymInt, torch.SymFloat), of) and of.target is not _number_in]
+    numbers = [of for of in number.all_input_nodes if isinstance(of.meta.get("example_value"), (torch.SymInt, torch.SymFloat))]
     return any(_reads(of) or _comes_of_an_integer_read(of) for of in numbers)
 
 
