@@ -2937,7 +2937,7 @@ VARIOUS = [
     ),
     Mutant(
         "flexpress/graphs/dynamo.py",
-        "        if _reads(read):",
+        '        if _reads(read) or getattr(read, "target", None) is _number_in:',
         "        if False:",
         named("compiled_calls", "read_from_tensors"),
         "numbers that a mod reads from tensors are arguments of operators",

@@ -78,6 +78,7 @@ def test_an_interrupted_first_switch_is_undone_at_the_next_one(monkeypatch):
     for moment in (1, 5, 50, 300, 700):
         switching.restore()
         monkeypatch.setattr(switching, "_changes", [])
+        monkeypatch.setattr(switching, "_setters", [])  # which are made of the changes
         assert strike_at(moment, lambda: evaluate_mod(mod, scores), (*_INTERPRETER, interpret.interpreter.__file__))
         switching.restore()
         assert same_language(pristine) and torch.equal(evaluate_mod(mod, scores), expected)

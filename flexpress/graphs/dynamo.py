@@ -184,7 +184,9 @@ def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
 
 def _reads(node) -> bool:
     """Is it the number of a tensor? Of an array of NumPy's, too."""
-    return isinstance(node, torch.fx.Node) and getattr(node.target, "__name__", node.target) in ("item", "wrapped_item")
+    if not isinstance(node, torch.fx.Node) or node.op == "placeholder":  # an input of the mod may have that name
+        return False
+    return getattr(node.target, "__name__", node.target) in ("item", "wrapped_item")
 
 
 def _comes_of_an_integer_read(number: torch.fx.Node) -> bool:
