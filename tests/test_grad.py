@@ -43,7 +43,7 @@ NOT_DIFFERENTIABLE = {
     "logical_xor",
     "logical_not",
 }
-CONDITIONS = {"isnan", "isinf", "isposinf", "isneginf", "isfinite"}  # expand to comparisons
+CONDITIONS = {"isreal", "signbit", "isnan", "isinf", "isposinf", "isneginf", "isfinite"}  # expand to comparisons
 NOT_IN_TORCH = {"heaviside"}  # which refuses its derivative
 SHAPE = (2, 3, 8, 10)
 

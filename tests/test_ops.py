@@ -38,6 +38,10 @@ EXACT = {
     "rint",
     "heaviside",
     "copysign",
+    "signbit",
+    "real",
+    "isreal",
+    "prelu",
     "threshold",
     "where",
     "where_method",
@@ -80,7 +84,7 @@ def applications(draw, name: str, form: str):
             and any(getattr(k, "itemsize", 4) == 2 for k in kinds)
         ):
             found = found.clamp(-256, 256)  # which half precision has; the reference computes without rounding to it
-        if name == "copysign" and i == 1:  # NaN has a sign, which depends on who made it
+        if (name, i) in (("copysign", 1), ("signbit", 0)):  # NaN has a sign, which depends on who made it
             found = torch.where(found.isnan(), torch.ones_like(found), found)
         if source == "0-dim":
             captured[f"x{i}"] = found[0]

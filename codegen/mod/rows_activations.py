@@ -39,6 +39,11 @@ def _leaky_relu(x, negative_slope=0.01, inplace=False):
     return torch.where(x > 0, x, x * negative_slope)
 
 
+def _prelu(x, weight):
+    """With one weight, of any number of dimensions: there are no channels in one score."""
+    return torch.where(x > 0, x, weight.reshape(()) * x)
+
+
 def _elu(x, alpha=1.0, scale=1, input_scale=1, inplace=False):
     return torch.where(x > 0, x * scale, torch.expm1(torch.where(x > 0, 0.0, x) * input_scale) * (alpha * scale))
 
@@ -87,6 +92,7 @@ ACTIVATIONS = [
     Op("threshold", F.threshold, ("F.threshold", "torch.threshold"), expand=_threshold),
     Op("relu", torch.relu, elementwise("relu", "F.relu"), expand=_relu),
     Op("leaky_relu", F.leaky_relu, ("F.leaky_relu",), expand=_leaky_relu),
+    Op("prelu", torch.prelu, elementwise("prelu", "F.prelu"), expand=_prelu),
     Op("elu", F.elu, ("F.elu",), expand=_elu),
     Op("mish", F.mish, ("F.mish",), expand=_mish),
     Op("hardtanh", F.hardtanh, ("F.hardtanh",), expand=_hardtanh),

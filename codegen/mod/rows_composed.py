@@ -96,7 +96,11 @@ def _copysign(x, y):
     size = torch.abs(x * 1.0).to(dtype if dtype.is_floating_point else torch.get_default_dtype())
     if is_number(y):
         return size * math.copysign(1.0, float(y))
-    return torch.where((y < 0) | ((y == 0) & (1.0 / y < 0)), -size, size)
+    return torch.where(_signbit(y), -size, size)
+
+
+def _signbit(x):
+    return (x < 0) if is_integral(x) else (x < 0) | ((x == 0) & (1.0 / x < 0))
 
 
 def _heaviside(x, values):
@@ -127,8 +131,11 @@ COMPOSED = [
     Op("float_power", torch.float_power, elementwise("float_power"), expand=_float_power),
     Op("round", torch.round, elementwise("round", "special.round"), expand=_round),
     Op("copysign", torch.copysign, elementwise("copysign"), expand=_copysign),
+    Op("signbit", torch.signbit, elementwise("signbit"), expand=_signbit),
     Op("heaviside", torch.heaviside, elementwise("heaviside"), expand=_heaviside),
     Op("positive", torch.positive, elementwise("positive"), expand=lambda x: x),
+    Op("real", torch.real, ("torch.real", *elementwise("conj"), *elementwise("conj_physical")), expand=lambda x: x),
+    Op("isreal", torch.isreal, elementwise("isreal"), expand=lambda x: torch.ones_like(x, dtype=torch.bool)),
     Op("square", torch.square, elementwise("square"), expand=lambda x: x**2),
     Op("reciprocal", torch.reciprocal, elementwise("reciprocal"), expand=lambda x: 1.0 / x),
     Op("isnan", torch.isnan, elementwise("isnan"), expand=lambda x: x != x),

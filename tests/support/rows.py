@@ -63,6 +63,9 @@ FORMS = {
             "log10",
             "sinc",
             "frac",
+            "signbit",
+            "real",
+            "isreal",
             "deg2rad",
             "rad2deg",
             "erf",
@@ -120,6 +123,7 @@ FORMS = {
     "softplus": ("F.softplus({0})", "F.softplus({0}, 2, 5)"),
     "logsigmoid": ("F.logsigmoid({0})",),
     "leaky_relu": ("F.leaky_relu({0})", "F.leaky_relu({0}, 0.25)"),
+    "prelu": ("F.prelu({0}, torch.tensor(0.25))",),  # one weight, of the operand's dtype
     "elu": ("F.elu({0})", "F.elu({0}, 2.0)"),
     "mish": ("F.mish({0})",),
     "hardtanh": ("F.hardtanh({0})", "F.hardtanh({0}, -2.0, 3.0)"),
