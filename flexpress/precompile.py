@@ -294,6 +294,7 @@ def _real(name: str, given, dtype: torch.dtype | None, device: torch.device) -> 
         raise TypeError(f"{name} must be a torch.Tensor or a shape, a tuple of integers, got {given!r}")
     if any(n < 0 for n in given):
         raise ValueError(f"{name} is a shape, whose extents must be 0 or more, got {given!r}")
-    if dtype is None:
-        raise TypeError(f"{name} is a shape, so dtype is needed: pass dtype=torch.bfloat16, for example")
+    if not isinstance(dtype, torch.dtype):
+        got = "" if dtype is None else f", got {dtype!r}"
+        raise TypeError(f"{name} is a shape, so dtype is needed: pass dtype=torch.bfloat16, for example{got}")
     return torch.empty(tuple(given), dtype=dtype, device=device)

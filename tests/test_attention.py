@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,7 +59,7 @@ def test_infinite_keys_outside_the_mask_do_not_leak(device):
     [
         {"PRESCALE_QK": True},
         {"BLOCK_M": 32, "BLOCK_N": 16},
-        {"fwd_BLOCK_M": 16, "num_warps": 4, "num_stages": 1},
+        {"fwd_BLOCK_M": np.int64(16), "num_warps": 4, "num_stages": 1},
         {"FLOAT32_PRECISION": "tf32"},
     ],
 )

@@ -328,6 +328,7 @@ def test_strides_of_meta_tensors_count():
     "given, more, error, message",
     [
         (SHAPE, {}, TypeError, "query is a shape, so dtype is needed"),
+        (SHAPE, {"dtype": "float16"}, TypeError, "query is a shape, so dtype is needed: .*, got 'float16'"),
         ("meta", {"dtype": torch.float32}, TypeError, "query must be a torch.Tensor or a shape"),
         (SHAPE, {"dtype": torch.float32, "device": "meta"}, ValueError, "device is 'meta'"),
         (SHAPE, {"dtype": torch.float32, "backward": "yes"}, TypeError, "backward must be True or False, got str 'yes'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ def test_rope_table():
     exact = 199_999 * 10000.0 ** (-torch.arange(0, 8, 2).double() / 8)
     assert (table[-1].double() - torch.stack([exact.cos(), exact.sin()], -1)).abs().max() < 6e-8
     assert torch.equal(rope_table(10, 4, scale=2.0)[8], rope_table(10, 4)[4])
+    assert torch.equal(rope_table(10, 4, theta=np.float32(5e5)), rope_table(10, 4, theta=5e5))
     assert torch.equal(rope_table(10, 4, inv_freq=torch.tensor([1.0, 0.01], dtype=torch.float64)), rope_table(10, 4))
 
 

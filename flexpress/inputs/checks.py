@@ -146,7 +146,7 @@ def extent(name: str, value, least: int = 0) -> int:
 
 def positive(name: str, value) -> float:
     """The argument `name` as a float. TypeError if it is no number, ValueError if it is not positive and finite."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         number = float(value)
@@ -329,11 +329,9 @@ def _tile_number(name: str, value) -> int:
         allowed, what = {1, 2, 4, 8, 16, 32}, "it must be a power of two from 1 to 32"
     else:
         allowed, what = range(1, 17), "it must be an integer from 1 to 16"
-    if type(value) is torch.SymInt:
-        value = int(value)
-    if type(value) is not int or value not in allowed:
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)) or int(value) not in allowed:
         raise ValueError(f"kernel_options[{name!r}] is {value!r}; {what}")
-    return value
+    return int(value)
 
 
 def check_tile_fits_mask(options: Options, q_block: int, kv_block: int) -> None:
