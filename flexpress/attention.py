@@ -18,7 +18,7 @@ from flexpress.inputs.float8 import FLOAT8, NOT_OF_FLOAT8, Quantised, quantised,
 from flexpress.masks.opened_masks import mask_of_parts, parts_of_mask
 from flexpress.mods import MaskMod, ScoreMod
 
-from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
+from .codegen.mod.captured.tensors import ORDINARY, check_still, is_distributed
 from .codegen.run.statistics import Statistics, Wanted
 
 if TYPE_CHECKING:

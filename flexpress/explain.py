@@ -17,8 +17,8 @@ from flexpress.inputs.plain_arguments import flag
 from flexpress.mods import MaskMod, ScoreMod
 
 from .codegen.compiling import runs_uncompiled
-from .codegen.mod.bind import why_every_call
-from .codegen.mod.tensors import check_values, is_distributed
+from .codegen.mod.captured.tensors import check_values, is_distributed
+from .codegen.mod.tracing.bind import why_every_call
 from .codegen.plan.candidates import Choice
 from .codegen.run import backward, forward
 from .codegen.run.call import Bound, for_backward, keys_of

@@ -37,7 +37,7 @@ from flexpress.inputs.scales import softmax_scale_of
 from flexpress.masks.mask_mods import without_ones
 from flexpress.mods import causal as causal_mask
 
-from .codegen.mod.tensors import followed
+from .codegen.mod.captured.tensors import followed
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
 

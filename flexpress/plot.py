@@ -15,7 +15,7 @@ from flexpress.masks.mask_creation import create_block_mask
 from flexpress.mods import MaskMod
 
 from .codegen.compiling import runs_uncompiled
-from .codegen.mod.capture import name_of
+from .codegen.mod.tracing.capture import name_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,7 +26,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from .codegen.compiling import runs_uncompiled
 from .codegen.device import workers
 from .codegen.device.kernel import loaded
-from .codegen.mod.tensors import check_values
+from .codegen.mod.captured.tensors import check_values
 from .codegen.run import backward as backward_pass
 from .codegen.run import forward as forward_pass
 from .codegen.run.call import Bound, for_backward

@@ -14,7 +14,7 @@ from flexpress.graphs.in_graph import compilable
 from flexpress.inputs.checks import check_tensor
 from flexpress.masks.mask_mods import without_ones
 
-from .codegen.mod.tensors import followed
+from .codegen.mod.captured.tensors import followed
 
 
 @compilable

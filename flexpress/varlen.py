@@ -17,7 +17,7 @@ from flexpress.inputs.dropout import read_dropout
 from flexpress.inputs.float8 import Quantised, refuse_float8_over_devices
 from flexpress.mods import MaskMod, ScoreMod
 
-from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
+from .codegen.mod.captured.tensors import ORDINARY, check_still, is_distributed
 
 if TYPE_CHECKING:
     from flexpress.distributed.plan import ContextPlan  # imports torch.distributed, which not everybody has

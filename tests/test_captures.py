@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from flexpress import ModError, cache_clear, cache_info
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run.evaluate import evaluate_mod
 from support.captures import CAPTURES, NAMES, SCORES, SLOPES, closure, graph, result, traces, windowed
 from support.dense import positions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.compute import compute
+from flexpress.codegen.mod.graphs.compute import compute
+from flexpress.codegen.mod.tracing.bind import bind
 from support.derivatives import indices
 from support.evaluate import make_mod
 

@@ -35,8 +35,8 @@ from flexpress import (
     update_cache,
 )
 from flexpress.codegen.device import cpp, cpp_build, cpp_compiler
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.wide import in_wide_integers
+from flexpress.codegen.mod.graphs.wide import in_wide_integers
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run.masks import automatic_lists
 from flexpress.codegen.run.status_lists import block_starts, owned_starts
 from support.attention import check_attention

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexpress import create_block_mask, create_mask, evaluate_mod, flex_attention
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.plan.masks import mask_texts
 from flexpress.codegen.run.preview import compilation, hopper_compilation
 from flexpress.codegen.text.render import render

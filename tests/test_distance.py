@@ -7,9 +7,9 @@ import torch
 
 from flexpress import flex_attention, mods
 from flexpress.codegen import registry
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.distance import read_by_distance
 from flexpress.codegen.mod.expr import walk
+from flexpress.codegen.mod.graphs.distance import read_by_distance
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.plan.forward import Cache
 from flexpress.codegen.run.preview import hopper_compilation
 from flexpress.codegen.text.render import render

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flexpress import create_block_mask, flex_attention, wait_for_kernels
 from flexpress.codegen.device import workers
 from flexpress.codegen.device.kernel import Kernel, NotYet
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.intervals import analyse
+from flexpress.codegen.mod.graphs.intervals import analyse
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run import evaluated_masks, masks
 from flexpress.codegen.run.block_grid import BlockGrid
 from flexpress.codegen.run.status_lists import lists_of_status

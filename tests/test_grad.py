@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.expr import walk
-from flexpress.codegen.mod.grad import differentiate
-from flexpress.codegen.mod.ops import OPS
+from flexpress.codegen.mod.graphs.grad import differentiate
+from flexpress.codegen.mod.table.ops import OPS
+from flexpress.codegen.mod.tracing.bind import bind
 from support.compositions import compositions
 from support.derivatives import Derivatives, by_autograd, check_derivatives
 from support.evaluate import FLOATS, make_mod, values

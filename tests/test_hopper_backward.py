@@ -15,7 +15,7 @@ from flexpress.calls.packed_call import packed_call
 from flexpress.codegen import registry
 from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.arguments import one_by_one
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.plan.extras import DROPOUT_STEPS
 from flexpress.codegen.run import backward_kernels, launch
 from flexpress.codegen.run.backward import backward

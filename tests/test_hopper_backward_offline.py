@@ -14,7 +14,7 @@ from flexpress.codegen import registry
 from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.offline import Compiled
 from flexpress.codegen.gpus import SHARED_MEMORY
-from flexpress.codegen.mod.dtypes import dtype_name
+from flexpress.codegen.mod.table.dtypes import dtype_name
 from flexpress.codegen.plan.backward import BackwardCase, delta_rows, delta_spec
 from flexpress.codegen.plan.forward import Blocks, Options
 from flexpress.codegen.plan.hopper_backward import enough_heads, fits, lacks_room

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexpress import create_block_mask, explain, flex_attention, mods
 from flexpress.codegen import registry
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.plan.hopper_dots import DotRows
 from flexpress.codegen.run.backward import backward
 from flexpress.codegen.run.call import Bound, Inputs

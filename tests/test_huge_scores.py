@@ -12,7 +12,7 @@ import torch
 
 from flexpress import AuxRequest, cached_attention, create_block_mask, flex_attention, mods, varlen_attention
 from flexpress.codegen import registry
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run import backward_kernels, forward_kernels
 from flexpress.codegen.run.call import Bound, Inputs
 from flexpress.codegen.run.forward import forward

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexpress.codegen.mod.ops import OPS
+from flexpress.codegen.mod.table.ops import OPS
 from support.evaluate import FLOATS, INTEGERS
 from support.row_bounds import Row, check_every_value, spans
 from support.rows import DIVISIONS, NUMBERS

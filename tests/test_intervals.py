@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from verdicts import Judged, check, random_case
 
 from flexpress import create_block_mask, mods
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.intervals import analyse
+from flexpress.codegen.mod.graphs.intervals import analyse
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run.block_grid import BlockGrid
 from flexpress.codegen.text.layouts import layouts_of
 from flexpress.codegen.text.mod_text import mod_text

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexpress.codegen.mod.ops import OPS
+from flexpress.codegen.mod.table.ops import OPS
 from flexpress.codegen.text.code import Use, arguments, named
 from flexpress.codegen.text.language import Language
 from flexpress.codegen.text.languages import GLUON, TRITON

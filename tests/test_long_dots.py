@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flexpress import ModError
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.loads import dots_of
+from flexpress.codegen.mod.graphs.loads import dots_of
+from flexpress.codegen.mod.tracing.bind import bind
 from support.devices import for_any
 from support.evaluate import make_mod
 from support.long_dots import check_dot_derivatives, check_dots, dot_problems

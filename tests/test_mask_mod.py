@@ -12,8 +12,8 @@ from torch.func import vmap
 
 from flexpress import BlockMask, cache_info, create_block_mask, flex_attention, mods
 from flexpress.codegen import registry
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.wide import in_wide_integers
+from flexpress.codegen.mod.graphs.wide import in_wide_integers
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run import masks
 from flexpress.codegen.run.masks import automatic_lists
 from support.block_lists import as_kernels_compute, brute_force, check_bounds, check_lists, dense_status

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexpress.codegen.device import memory
-from flexpress.codegen.mod.tensors import check_kind
+from flexpress.codegen.mod.captured.tensors import check_kind
 from support.devices import DEVICES
 
 on_devices = pytest.mark.parametrize("device", DEVICES)

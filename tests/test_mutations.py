@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from flexpress import cache_clear
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.compute import compute
+from flexpress.codegen.mod.graphs.compute import compute
+from flexpress.codegen.mod.tracing.bind import bind
 from support.mutations import INDICES, NAMES, SHAPE, Called, Data, Items, Kind, Number, Plain, check, in_namespace, reading, used
 from support.places import PLACES
 

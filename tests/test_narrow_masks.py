@@ -8,7 +8,7 @@ import torch
 from flexpress import BlockMask, create_block_mask, flex_attention, mods
 from flexpress.calls.call import bound
 from flexpress.codegen import registry
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.plan import tiles
 from flexpress.codegen.run.masks import visits
 from support.dense import dense_attention, relative_error

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from flexpress import ModError, flex_attention
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from support.dense import relative_error
 
 NUMBERS = torch.tensor([0.25, 0.5, 0.75, 1.0])

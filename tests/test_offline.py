@@ -22,7 +22,7 @@ from flexpress import create_block_mask, flex_attention, mods, printed_kernels, 
 from flexpress.codegen.device import offline
 from flexpress.codegen.device.compiler import newer_assembler
 from flexpress.codegen.gpus import SHARED_MEMORY, architecture
-from flexpress.codegen.mod.long_dots import same_where_seen
+from flexpress.codegen.mod.symbolic.long_dots import same_where_seen
 from flexpress.codegen.plan.extras import Extras
 from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run.imagined import architecture_for

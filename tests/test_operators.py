@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import flexpress
 from flexpress import cache_clear, cached_attention, create_block_mask, create_mask, flex_attention, mods, update_cache, varlen_attention
 from flexpress.codegen.device import counters
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.graph_text import read_graph, text_of
+from flexpress.codegen.mod.graphs.graph_text import read_graph, text_of
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.graphs.programs import read_program
 from flexpress.operators import attention_operators as operators
 from support.devices import DEVICES

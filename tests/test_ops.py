@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexpress.codegen.mod.ops import OPS
+from flexpress.codegen.mod.table.ops import OPS
 from flexpress.codegen.run.evaluate import evaluate_mod
 from flexpress.codegen.run.preview_masks import evaluate_compilation
 from support.compositions import LARGEST_INT, compositions

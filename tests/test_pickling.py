@@ -12,7 +12,7 @@ import torch
 
 from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, evaluate_mod, flex_attention, mods, or_masks
 from flexpress import safe_globals as known_to_flexpress
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES
 

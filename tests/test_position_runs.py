@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexpress import flex_attention, mods
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.expr import walk
-from flexpress.codegen.mod.position_runs import POSITIONS_END, as_run
+from flexpress.codegen.mod.graphs.compute import compute
+from flexpress.codegen.mod.graphs.position_runs import POSITIONS_END, as_run
+from flexpress.codegen.mod.tracing.bind import bind
 from support.dense import dense_attention
 from support.devices import DEVICES
 

@@ -12,14 +12,14 @@ import torch
 from verdicts import SIZE, Judged, Writer
 
 from flexpress import ModError
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.bounds import BoundsRun, TooLarge, constant
-from flexpress.codegen.mod.dispatch import OPERATIONS
 from flexpress.codegen.mod.expr import ExprTable, walk
-from flexpress.codegen.mod.index_range import value_range
-from flexpress.codegen.mod.op import kind
-from flexpress.codegen.mod.ops import OPS
-from flexpress.codegen.mod.symbols import Sym
+from flexpress.codegen.mod.graphs.bounds import BoundsRun, TooLarge, constant
+from flexpress.codegen.mod.graphs.index_range import value_range
+from flexpress.codegen.mod.symbolic.dispatch import OPERATIONS
+from flexpress.codegen.mod.symbolic.symbols import Sym
+from flexpress.codegen.mod.table.op import kind
+from flexpress.codegen.mod.table.ops import OPS
+from flexpress.codegen.mod.tracing.bind import bind
 from support.evaluate import make_mod
 
 

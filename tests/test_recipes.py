@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torch_flex
 
 from flexpress import AuxRequest, mods
-from flexpress.codegen.mod import vectors
+from flexpress.codegen.mod.symbolic import vectors
 from flexpress.mods import (
     alibi,
     alibi_slopes,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import BlockMask, cache_info, create_block_mask, create_mask, flex_attention, mods
-from flexpress.codegen.mod import tensors
-from flexpress.codegen.mod.bind import bind, why_every_call
+from flexpress.codegen.mod.captured import tensors
+from flexpress.codegen.mod.tracing.bind import bind, why_every_call
 from support.block_lists import brute_force, check_lists
 from support.dense import dense_attention, positions, relative_error
 from support.devices import DEVICES

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flexpress import ModError, evaluate_mod
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.ops import OPS
+from flexpress.codegen.mod.table.ops import OPS
+from flexpress.codegen.mod.tracing.bind import bind
 from support.evaluate import check, make_mod, torch_dtype
 from support.rows import FORMS, arity
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexpress import mods
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.expr import walk
-from flexpress.codegen.mod.sums import as_sum
+from flexpress.codegen.mod.graphs.compute import compute
+from flexpress.codegen.mod.graphs.sums import as_sum
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run.preview import hopper_compilation
 from flexpress.codegen.text.render import render
 from support.evaluate import make_mod

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flexpress import cache_info, create_block_mask, flex_attention, mods, printed_kernels
-from flexpress.codegen.mod.ops import OPS
+from flexpress.codegen.mod.table.ops import OPS
 from support.devices import DEVICES, for_any
 from support.gradients import GradientProblem
 from support.problems import LEARNED_MODS

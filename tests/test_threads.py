@@ -14,7 +14,7 @@ import torch
 
 from flexpress import cache_clear, cache_info, evaluate_mod, flex_attention
 from flexpress.codegen.device import binary, compiler, cuda, interpret, kernel, tma
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run.preview_masks import evaluate_compilation
 from support.fresh_mods import score_mod, score_of
 from support.kept import anew

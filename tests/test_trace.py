@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flexpress import and_masks, cache_clear, evaluate_mod, explain, flex_attention, mods, noop_mask
-from flexpress.codegen.mod.bind import bind, why_every_call
+from flexpress.codegen.mod.tracing.bind import bind, why_every_call
 from flexpress.mods import compose_scores
 from support import captures
 from support.captures import SLOPES, Bias, Kind, Slope, closure, default, graph, helper_function, result, traces, windowed

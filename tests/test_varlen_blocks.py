@@ -8,7 +8,7 @@ import torch
 from flexpress import mods
 from flexpress.calls.packed_blocks import starts_of
 from flexpress.calls.packing import _of_distances, packing_of
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run.masks import automatic_lists
 from flexpress.codegen.run.status_lists import block_starts, owned_starts
 from support.block_lists import check_bounds

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexpress import ModError, cache_info, create_block_mask, create_mask, evaluate_mod, flex_attention
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from support.dense import dense_attention
 from support.devices import DEVICES
 from support.evaluate import DTYPES, traced_dtype

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flexpress import cached_attention, create_block_mask, create_mask, evaluate_mod, flex_attention, varlen_attention
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.wide import in_wide_integers
+from flexpress.codegen.mod.graphs.wide import in_wide_integers
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.commands.recipes import RECIPES, make
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from flexpress import ModError
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.expr import ModGraph, walk
-from flexpress.codegen.mod.intervals import Analysis, analyse
+from flexpress.codegen.mod.graphs.compute import compute
+from flexpress.codegen.mod.graphs.intervals import Analysis, analyse
+from flexpress.codegen.mod.tracing.bind import bind
 from support.evaluate import FLOATS, INTEGERS, make_mod
 
 SIZE = 20  # positions along an axis

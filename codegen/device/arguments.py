@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..mod.tensors import LOWEST, check_address
+from ..mod.captured.tensors import LOWEST, check_address
 
 TYPES = {
     torch.float16: "fp16",

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from .. import logs, progress
-from ..mod.tensors import LOWEST, check_address
+from ..mod.captured.tensors import LOWEST, check_address
 from ..registry import INFO
 from ..text.cpp import c_type, captured_numbers
 from ..text.spec import KernelSpec

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from .. import logs, progress
-from ..mod.tensors import LOWEST, check_address
+from ..mod.captured.tensors import LOWEST, check_address
 from ..registry import INFO, Bounded, Table
 from ..text.render import render
 from ..text.spec import KernelSpec

@@ -9,7 +9,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..gpus import round_up_head_dim
-from ..mod.tensors import LOWEST, check_address
+from ..mod.captured.tensors import LOWEST, check_address
 from ..registry import remembered
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND
-from ..mod.intervals import analyse
-from ..mod.nan import are_ordinary
+from ..mod.graphs.intervals import analyse
+from ..mod.graphs.nan import are_ordinary
+from ..mod.table.dtypes import dtype_name
 from ..plan.backward import STATS_ALIGNMENT, delta_rows
 from ..plan.extras import SMALLEST_SCALE, factors_out
 from ..plan.forward import LOG2_E

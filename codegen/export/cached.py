@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..mod.dtypes import dtype_name
+from ..mod.captured.origins import Origins
 from ..mod.expr import INDEX_BOUND, ModGraph
-from ..mod.origins import Origins
+from ..mod.table.dtypes import dtype_name
 from ..plan import decode
 from ..plan.decode import DecodeCase, Rows, parts_at_once, plan_decode, rows_of, vector_of
 from ..plan.decode_tiles import most_rows

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..mod.dtypes import dtype_name
+from ..mod.captured.origins import Origin, Origins, roots
+from ..mod.captured.program import NUMBERS
 from ..mod.expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph
-from ..mod.index_range import value_range
-from ..mod.loads import loads_of
-from ..mod.origins import Origin, Origins, roots
-from ..mod.program import NUMBERS
+from ..mod.graphs.index_range import value_range
+from ..mod.graphs.loads import loads_of
+from ..mod.table.dtypes import dtype_name
 from ..plan.forward import Mod
 from ..text.layouts import TensorLayout, layouts_of
 from ..text.spelling import literal_text

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..device import cpp_build, cpp_compiler
-from ..mod.intervals import analyse
+from ..mod.graphs.intervals import analyse
 from ..plan import cpu_decode, decode
 from ..plan.cpu_masks import blocks_spec, cpu_lists_spec
 from ..plan.masks import mask_texts

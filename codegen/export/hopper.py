@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..mod.loads import dots_of
+from ..mod.graphs.loads import dots_of
 from ..plan import hopper_backward, hopper_forward
 from ..plan.backward import STATS_ALIGNMENT, delta_rows
 from ..plan.hopper_backward import HopperBackwardPlan

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..mod.dtypes import dtype_name
+from ..mod.captured.origins import Origins
 from ..mod.expr import ModGraph
-from ..mod.intervals import analyse
-from ..mod.nan import are_ordinary
-from ..mod.origins import Origins
+from ..mod.graphs.intervals import analyse
+from ..mod.graphs.nan import are_ordinary
+from ..mod.table.dtypes import dtype_name
 from ..plan.backward import delta_rows
 from ..plan.extras import ORDINARY, Extras
 from ..plan.forward import Blocks, Options

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..mod.dtypes import dtype_name, operand_dtypes, wrapped
 from ..mod.expr import Expr, walk
-from ..mod.op import div_trunc, kind
 from ..mod.operators import SYMBOLS
-from ..mod.ops import OPS
+from ..mod.table.dtypes import dtype_name, operand_dtypes, wrapped
+from ..mod.table.op import div_trunc, kind
+from ..mod.table.ops import OPS
 from ..text.spelling import literal_text
 
 

@@ -1,7 +1,7 @@
 """The traced form of a mod: a frozen, typed expression DAG, free of any one target.
 
-An `Expr` is an operation of the op table (`codegen/mod/ops.py`), or one of these: four kinds of leaves, a row of a captured tensor, and a
-dot product of two rows.
+An `Expr` is an operation of the op table (`codegen/mod/table/ops.py`), or one of these: four kinds of leaves, a row of a captured tensor,
+and a dot product of two rows.
 
     symbol    score, b, h, q_idx or kv_idx; grad in derivatives, and the
               tangents of score and grad in tangents                        attr = its name

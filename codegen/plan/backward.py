@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from ..gpus import WIDEST_TILE, round_up_head_dim
-from ..mod.dtypes import dtype_name
-from ..mod.grad import differentiate
-from ..mod.loads import weight_of, width_of_dots
-from ..mod.nan import padding_may_be_nan
+from ..mod.graphs.grad import differentiate
+from ..mod.graphs.loads import weight_of, width_of_dots
+from ..mod.graphs.nan import padding_may_be_nan
+from ..mod.table.dtypes import dtype_name
 from ..registry import remembered
 from ..text.gradient_text import Differential
 from ..text.mod_text import ModText, mod_text

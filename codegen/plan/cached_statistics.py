@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..gpus import WIDEST_TILE
-from ..mod.dtypes import dtype_name
-from ..mod.loads import width_of_dots
+from ..mod.graphs.loads import width_of_dots
+from ..mod.table.dtypes import dtype_name
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..mod.dtypes import dtype_name
-from ..mod.grad import differentiate
+from ..mod.graphs.grad import differentiate
+from ..mod.table.dtypes import dtype_name
 from ..text.cpp import CPP, type_name
 from ..text.gradient_text import Differential
 from ..text.mod_text import ModText, mod_text

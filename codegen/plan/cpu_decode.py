@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..mod.dtypes import dtype_name
+from ..mod.table.dtypes import dtype_name
 from ..text.cpp import CPP, type_name
 from ..text.parameters import numbers, pointer
 from ..text.snippet import Target

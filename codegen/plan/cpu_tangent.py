@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..mod.dtypes import dtype_name
+from ..mod.table.dtypes import dtype_name
 from ..text.cpp import CPP
 from ..text.gradient_text import Differential
 from ..text.mod_text import mod_text

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from ..gpus import round_up_head_dim
-from ..mod.dtypes import dtype_name
 from ..mod.errors import mod_error
 from ..mod.expr import Expr, ModGraph, symbols_in
-from ..mod.loads import dots_of, width_of_dots
+from ..mod.graphs.loads import dots_of, width_of_dots
+from ..mod.table.dtypes import dtype_name
 from ..text.mod_text import ModText
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from ..gpus import round_up_head_dim
-from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND, Expr, ModGraph, symbols_in
-from ..mod.loads import POSITIONS, loads_of, takes_registers, width_of_dots
-from ..mod.position_runs import POSITIONS_END, as_run
+from ..mod.graphs.loads import POSITIONS, loads_of, takes_registers, width_of_dots
+from ..mod.graphs.position_runs import POSITIONS_END, as_run
+from ..mod.table.dtypes import dtype_name
 from ..text.layouts import TensorLayout
 from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer

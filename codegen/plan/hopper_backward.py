@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from ..gpus import round_up_head_dim
-from ..mod.dtypes import dtype_name
 from ..mod.expr import ModGraph
-from ..mod.grad import differentiate
-from ..mod.loads import loads_of, weight_of
-from ..mod.nan import padding_may_be_nan
+from ..mod.graphs.grad import differentiate
+from ..mod.graphs.loads import loads_of, weight_of
+from ..mod.graphs.nan import padding_may_be_nan
+from ..mod.table.dtypes import dtype_name
 from ..registry import remembered
 from ..text.gradient_text import Differential
 from ..text.languages import GLUON

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ..mod.dtypes import dtype_name
-from ..mod.loads import weight_of
+from ..mod.graphs.loads import weight_of
+from ..mod.table.dtypes import dtype_name
 from ..text.languages import GLUON
 from ..text.mod_text import ModText
 from ..text.parameters import Parameter, descriptor_of

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..mod.added_dots import AddedDot, added_dot
-from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, ModGraph, symbols_in
-from ..mod.loads import loads_of, weight_of
+from ..mod.graphs.added_dots import AddedDot, added_dot
+from ..mod.graphs.loads import loads_of, weight_of
+from ..mod.table.dtypes import dtype_name
 from ..text.layouts import TensorLayout
 from .forward import ForwardCase, Mod
 from .hopper_tiles import ROWS

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ..gpus import SHARED_MEMORY
-from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, ModGraph, symbols_in
-from ..mod.loads import loads_of, weight_of
+from ..mod.graphs.loads import loads_of, weight_of
+from ..mod.table.dtypes import dtype_name
 from ..text.snippet import Copied
 from .forward import ForwardCase, Mod
 from .hopper_tiles import ROWS, HopperTile, padded

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..mod.added_dots import AddedDot, added_dot
-from ..mod.dtypes import dtype_name
 from ..mod.expr import symbols_in
-from ..mod.loads import POSITIONS, gathers, is_gather, loads_of, weight_of
-from ..mod.sums import Sum
+from ..mod.graphs.added_dots import AddedDot, added_dot
+from ..mod.graphs.loads import POSITIONS, gathers, is_gather, loads_of, weight_of
+from ..mod.graphs.sums import Sum
+from ..mod.table.dtypes import dtype_name
 from ..text.languages import GLUON
 from ..text.mod_text import ModText
 from ..text.parameters import Parameter, descriptor_of, numbers, pointer

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..mod.expr import INDEX_BOUND, ModGraph
-from ..mod.intervals import analyse
-from ..mod.op import kind
+from ..mod.graphs.intervals import analyse
+from ..mod.table.op import kind
 from ..registry import remembered
 from ..text.language import Language
 from ..text.languages import TRITON

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..mod.dtypes import dtype_name
+from ..mod.table.dtypes import dtype_name
 from ..text.parameters import constants, numbers, pointer, stride_names
 from ..text.spec import KernelSpec
 from .masks import power_of_two

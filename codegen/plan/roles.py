@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, symbols_in
-from ..mod.loads import read_in
+from ..mod.graphs.loads import read_in
+from ..mod.table.dtypes import dtype_name
 from ..text.gradient_text import CapturedGradient
 from ..text.layouts import TensorLayout
 from ..text.mod_text import ModText

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..mod.dtypes import dtype_name
-from ..mod.loads import gathers, widest_element, width_of_dots
+from ..mod.graphs.loads import gathers, widest_element, width_of_dots
+from ..mod.table.dtypes import dtype_name
 from ..text.mod_text import ModText
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target

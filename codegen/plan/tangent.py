@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..mod.dtypes import dtype_name
-from ..mod.loads import widest_element, width_of_dots
-from ..mod.tangent import Tangents, tangents_of
+from ..mod.graphs.loads import widest_element, width_of_dots
+from ..mod.graphs.tangent import Tangents, tangents_of
+from ..mod.table.dtypes import dtype_name
 from ..registry import remembered
 from ..text.gradient_text import Differential
 from ..text.mod_text import ModText, mod_text

@@ -14,7 +14,7 @@ from ..device.devices import architecture_of, backend_of
 from ..device.kernel import NotYet
 from ..device.memory import META, empty
 from ..device.workers import Job
-from ..mod.nan import are_ordinary
+from ..mod.graphs.nan import are_ordinary
 from ..plan.backward import BackwardCase, backward_geometry, delta_unit, whole_blocks
 from ..plan.candidates import Choice, choose
 from ..plan.extras import ORDINARY, Extras, factors_out

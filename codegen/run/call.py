@@ -10,8 +10,8 @@ import torch
 
 from ..device.devices import architecture_of
 from ..gpus import WIDEST_TILE
-from ..mod.dtypes import dtype_name
 from ..mod.expr import ModGraph
+from ..mod.table.dtypes import dtype_name
 from ..plan.extras import ORDINARY, Extras, backward_needs_sinks
 from ..plan.forward import Mod, Options
 from ..plan.slices import lies_in

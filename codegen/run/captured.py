@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..mod.compute import compute
 from ..mod.expr import Expr, ModGraph
+from ..mod.graphs.compute import compute
 from ..plan.backward import Step
 from ..plan.hopper_backward import HopperBackwardPlan
 from .block_lists import BlockLists

@@ -7,7 +7,7 @@ import torch
 from ..device import cpp_compiler
 from ..device.cpp import CppKernel
 from ..device.kernel import kernel_for
-from ..mod.tensors import LOWEST, check_address
+from ..mod.captured.tensors import LOWEST, check_address
 from ..plan.cpu import CpuPlan, plan_cpu_forward
 from ..plan.extras import extra_numbers
 from ..plan.forward import scales

@@ -15,10 +15,10 @@ from ..device.cpp import CppKernel
 from ..device.cpp_compiler import by_either
 from ..device.devices import backend_of
 from ..device.kernel import Kernel, kernel_for
-from ..mod.bind import bind
+from ..mod.captured.tensors import check_values, read_captured, readable
 from ..mod.expr import INDEX_BOUND, ModGraph
-from ..mod.tensors import check_values, read_captured, readable
-from ..mod.wide import in_wide_integers
+from ..mod.graphs.wide import in_wide_integers
+from ..mod.tracing.bind import bind
 from ..plan.masks import SYMBOL_NAMES
 from ..registry import INFO, Table
 from ..text.cpp import CPP

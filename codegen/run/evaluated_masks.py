@@ -1,17 +1,17 @@
 """Block lists by torch's operations, while the kernels that make them are compiled beside this process.
 
 What these give is what the kernels give, bit by bit: a mask_mod of integers and bools is evaluated everywhere, a part of it at a time, or
-its bounds are (codegen/mod/compute.py).
+its bounds are (codegen/mod/graphs/compute.py).
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..mod.compute import compute
 from ..mod.expr import ModGraph, walk
-from ..mod.intervals import analyse
-from ..mod.op import kind
+from ..mod.graphs.compute import compute
+from ..mod.graphs.intervals import analyse
+from ..mod.table.op import kind
 from ..plan.masks import Bound
 
 _AT_ONCE = 1 << 22  # positions that are evaluated at a time

@@ -13,7 +13,7 @@ from ..device.devices import architecture_of, backend_of, multiprocessors
 from ..device.kernel import NotYet
 from ..device.memory import empty
 from ..device.workers import Job
-from ..mod.tensors import LOWEST, check_kind
+from ..mod.captured.tensors import LOWEST, check_kind
 from ..plan.candidates import Choice, choose
 from ..plan.extras import ORDINARY, Extras, factors_out
 from ..plan.forward import Blocks, ForwardCase, Mod, Options, are_exact, wants_tma

@@ -9,7 +9,7 @@ import torch
 from ..device.arguments import plain_values
 from ..device.counters import counter
 from ..device.devices import multiprocessors, on
-from ..mod.loads import dots_of
+from ..mod.graphs.loads import dots_of
 from ..plan import hopper_forward
 from ..plan.extras import SMALLEST_SCALE, extra_numbers
 from ..plan.forward import ForwardCase, Mod, Plan, plan_forward, scales

@@ -10,8 +10,8 @@ import torch
 
 from ..device import offline
 from ..gpus import architecture
-from ..mod.bind import bind
-from ..mod.wide import in_wide_integers
+from ..mod.graphs.wide import in_wide_integers
+from ..mod.tracing.bind import bind
 from ..plan.extras import ORDINARY, Extras
 from ..plan.forward import Blocks, Mod, Options
 from ..plan.tangent import Moved, TangentCase

@@ -16,7 +16,7 @@ from ..device.devices import on
 from ..device.kernel import Kernel, NotYet, kernel_for
 from ..device.tma import descriptor, descriptor_at
 from ..device.workers import Job
-from ..mod.tensors import LOWEST, check_address
+from ..mod.captured.tensors import LOWEST, check_address
 from ..plan.tiles import Tile, next_smaller
 from ..text.parameters import launcher, packer
 from ..text.spec import KernelSpec

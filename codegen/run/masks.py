@@ -14,10 +14,10 @@ from ..device.cpp_compiler import by_either
 from ..device.devices import backend_of
 from ..device.kernel import NotYet, kernel_for
 from ..device.workers import Job
-from ..mod.compute import compute
 from ..mod.expr import INDEX_BOUND
-from ..mod.intervals import analyse
-from ..mod.loads import dots_of
+from ..mod.graphs.compute import compute
+from ..mod.graphs.intervals import analyse
+from ..mod.graphs.loads import dots_of
 from ..plan.forward import Options
 from ..plan.masks import SYMBOL_NAMES, Bound, dense_mask_spec, power_of_two
 from ..registry import INFO, Table

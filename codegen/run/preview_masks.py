@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..mod.bind import bind
+from ..mod.tracing.bind import bind
 from ..plan.cpu_masks import blocks_spec, cpu_lists_spec, cpu_starts_spec
 from ..plan.masks import (
     SYMBOL_NAMES,

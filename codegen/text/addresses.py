@@ -6,10 +6,10 @@ import functools
 
 import torch
 
-from ..mod.distance import sign_of_difference, sign_of_distance
 from ..mod.expr import Expr, ModGraph, symbols_in, walk
-from ..mod.loads import POSITIONS, loads_of
-from ..mod.ops import row_of
+from ..mod.graphs.distance import sign_of_difference, sign_of_distance
+from ..mod.graphs.loads import POSITIONS, loads_of
+from ..mod.table.ops import row_of
 from .code import Code
 from .expressions import Expressions
 from .language import Language

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..mod.dtypes import compute_dtype, dtype_name
-from ..mod.op import Op
+from ..mod.table.dtypes import compute_dtype, dtype_name
+from ..mod.table.op import Op
 from .code import Code, Statement
 from .languages import Triton
 from .lines import provenance

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..mod.distance import sign_of_difference
-from ..mod.dtypes import compute_dtype, operand_dtypes, wrapped
 from ..mod.expr import INDEX_BOUND, MASK_SYMBOLS, Expr, SourceLine
-from ..mod.index_range import value_range
-from ..mod.op import kind
-from ..mod.ops import row_of
+from ..mod.graphs.distance import sign_of_difference
+from ..mod.graphs.index_range import value_range
+from ..mod.table.dtypes import compute_dtype, operand_dtypes, wrapped
+from ..mod.table.op import kind
+from ..mod.table.ops import row_of
 from .code import Code, Statement
 from .language import EXACT
 from .snippet import Target

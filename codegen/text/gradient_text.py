@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..mod.expr import Expr, ModGraph
-from ..mod.loads import dots_of, loads_of, read_in
-from ..mod.nan import may_be_nan
+from ..mod.graphs.loads import dots_of, loads_of, read_in
+from ..mod.graphs.nan import may_be_nan
 from .code import Code, uses_of
 from .language import Language
 from .layouts import TensorLayout

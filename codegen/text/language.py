@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..mod.op import Op
+from ..mod.table.op import Op
 from .code import Code, Statement
 from .parameters import Parameter
 

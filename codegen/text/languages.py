@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..mod.dtypes import compute_dtype, dtype_name
 from ..mod.errors import RenderError
-from ..mod.op import Op
+from ..mod.table.dtypes import compute_dtype, dtype_name
+from ..mod.table.op import Op
 from .code import Code, Statement, Use
 from .language import EXACT, Language
 from .lines import one_line, provenance

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..mod.expr import MASK_SYMBOLS, ModGraph
-from ..mod.index_range import value_range
-from ..mod.loads import is_gather, loads_of
+from ..mod.graphs.index_range import value_range
+from ..mod.graphs.loads import is_gather, loads_of
 from ..registry import remembered
 
 LARGEST_BLOCK_N = 256

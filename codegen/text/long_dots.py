@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..mod.expr import Expr, symbols_in
-from ..mod.loads import POSITIONS
+from ..mod.graphs.loads import POSITIONS
 from .addresses import Addresses, both
 from .code import Code
 

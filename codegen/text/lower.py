@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from ..mod.decisions import deciding
-from ..mod.distance import sign_of_difference
 from ..mod.expr import MASK_SYMBOLS, Expr, ModGraph, walk
-from ..mod.loads import POSITIONS
-from ..mod.sums import Sum
+from ..mod.graphs.decisions import deciding
+from ..mod.graphs.distance import sign_of_difference
+from ..mod.graphs.loads import POSITIONS
+from ..mod.graphs.sums import Sum
 from .addresses import Addresses
 from .code import Code, uses_of
 from .expressions import Expressions

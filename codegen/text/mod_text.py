@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..mod.distance import read_by_distance
-from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, ModGraph, symbols_in
-from ..mod.ops import last_step, row_of
-from ..mod.position_runs import POSITIONS_END
-from ..mod.sums import as_sum
+from ..mod.graphs.distance import read_by_distance
+from ..mod.graphs.position_runs import POSITIONS_END
+from ..mod.graphs.sums import as_sum
+from ..mod.table.dtypes import dtype_name
+from ..mod.table.ops import last_step, row_of
 from .code import Code, Statement, Use, arguments, named
 from .gradient_text import Differential, GradientText, gradient_text
 from .language import Language

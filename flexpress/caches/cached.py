@@ -19,8 +19,8 @@ from flexpress.inputs.cache_checks import CacheTables
 from flexpress.inputs.sinks import read_sinks
 from flexpress.mods import MaskMod, ScoreMod
 
-from ..codegen.mod.capture import name_of
-from ..codegen.mod.tensors import is_recorded
+from ..codegen.mod.captured.tensors import is_recorded
+from ..codegen.mod.tracing.capture import name_of
 from ..codegen.run.cached import attend_cached
 from ..codegen.run.profiled import in_range, is_profiled
 

@@ -18,7 +18,7 @@ from flexpress.inputs.cache_checks import CacheTables, check_batch, check_conten
 from flexpress.inputs.float8 import FLOAT8, check_cached_query, output_dtype, with_query_scale
 from flexpress.inputs.sinks import check_sinks
 
-from ..codegen.mod.dtypes import dtype_name
+from ..codegen.mod.table.dtypes import dtype_name
 from ..codegen.run.call import Cached
 
 

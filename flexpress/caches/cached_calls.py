@@ -17,9 +17,9 @@ from flexpress.inputs.sinks import read_sinks
 
 from ..codegen.device.devices import architecture_of
 from ..codegen.device.memory import contiguous
-from ..codegen.mod.bind import bind
-from ..codegen.mod.tensors import read_captured
-from ..codegen.mod.wide import in_wide_integers
+from ..codegen.mod.captured.tensors import read_captured
+from ..codegen.mod.graphs.wide import in_wide_integers
+from ..codegen.mod.tracing.bind import bind
 from ..codegen.run import prefill
 from ..codegen.run.cached import serves_long_prompt
 from ..codegen.run.cached_call import CachedCall

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from ..codegen.mod.bind import bind
-from ..codegen.mod.capture import name_of, plain
 from ..codegen.mod.expr import INDEX_BOUND
-from ..codegen.mod.wide import part_in_wide_integers
+from ..codegen.mod.graphs.wide import part_in_wide_integers
+from ..codegen.mod.tracing.bind import bind
+from ..codegen.mod.tracing.capture import name_of, plain
 
 
 def causal(b, h, q_idx, kv_idx):

@@ -19,7 +19,7 @@ from flexpress.calls.packed_call import in_sequences, packed_call
 from flexpress.calls.probabilities import look
 
 from ..codegen.device.cpp_compiler import by_either
-from ..codegen.mod.capture import name_of
+from ..codegen.mod.tracing.capture import name_of
 from ..codegen.run.cached_statistics import cached_statistics
 from ..codegen.run.profiled import in_range, is_profiled
 from ..codegen.run.statistics import Statistics, Wanted

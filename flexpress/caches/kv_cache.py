@@ -21,7 +21,7 @@ from flexpress.inputs.cache_checks import (
     looks,
 )
 
-from ..codegen.mod.tensors import is_recorded
+from ..codegen.mod.captured.tensors import is_recorded
 from ..codegen.run.call import Cached
 from ..codegen.run.update_cache import update
 

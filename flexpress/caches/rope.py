@@ -12,7 +12,7 @@ from flexpress.inputs.cache_checks import check_plain, described
 from flexpress.inputs.checks import extent, positive, whole
 from flexpress.inputs.plain_arguments import device_or_default
 
-from ..codegen.mod.tensors import check_memory
+from ..codegen.mod.captured.tensors import check_memory
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from flexpress.graphs.in_graph import compilable
 from flexpress.inputs.cache_checks import check_counts, check_plain, check_table, described, looks
 from flexpress.inputs.checks import DTYPES, check_are_tensors
 
-from ..codegen.mod.levels import is_mapped
-from ..codegen.mod.tensors import is_transformed, savable
+from ..codegen.mod.captured.levels import is_mapped
+from ..codegen.mod.captured.tensors import is_transformed, savable
 from ..codegen.run.call import Cached
 from ..codegen.run.update_cache import update
 

@@ -18,8 +18,8 @@ from flexpress.caches.cached_problem import CachedProblem
 from flexpress.caches.shared_prefix import SharedPrefix, SharedTables
 from flexpress.inputs.cache_checks import CacheTables, described
 
-from ..codegen.mod.bind import graph_of
-from ..codegen.mod.loads import dots_of
+from ..codegen.mod.graphs.loads import dots_of
+from ..codegen.mod.tracing.bind import graph_of
 from ..codegen.plan.shared_tiles import BLOCK
 from ..codegen.run.call import Cached
 from ..codegen.run.launch import Unusable

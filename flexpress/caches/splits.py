@@ -11,9 +11,9 @@ from flexpress.inputs.cache_checks import CacheTables
 from flexpress.inputs.checks import whole
 from flexpress.mods import MaskMod, ScoreMod, causal
 
-from ..codegen.mod.capture import plain
-from ..codegen.mod.tensors import is_recorded
-from ..codegen.mod.trace import check_wrapped
+from ..codegen.mod.captured.tensors import is_recorded
+from ..codegen.mod.tracing.capture import plain
+from ..codegen.mod.tracing.trace import check_wrapped
 
 MOST_SPLITS = 1 << 16
 

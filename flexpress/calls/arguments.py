@@ -12,7 +12,7 @@ from flexpress.masks.block_mask import BlockMask
 from flexpress.masks.foreign_masks import adopt, is_foreign_mask
 from flexpress.masks.mask_lists import ListedMask
 
-from ..codegen.mod.tensors import is_unseen
+from ..codegen.mod.captured.tensors import is_unseen
 from ..codegen.plan.forward import Options
 from ..codegen.plan.masks import Bound
 from ..codegen.plan.tiles import BLOCK, NARROW_BLOCK

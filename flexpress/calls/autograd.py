@@ -13,10 +13,10 @@ from flexpress.calls.problem import Problem, dense
 from flexpress.inputs.sinks import before_sinks
 
 from ..codegen.compiling import runs_uncompiled
-from ..codegen.mod.levels import one_by_one
-from ..codegen.mod.loads import reached_by_gradients
-from ..codegen.mod.tensors import check_values, is_transformed, is_unseen, savable
-from ..codegen.mod.watched import are_saved_elsewhere
+from ..codegen.mod.captured.levels import one_by_one
+from ..codegen.mod.captured.tensors import check_values, is_transformed, is_unseen, savable
+from ..codegen.mod.captured.watched import are_saved_elsewhere
+from ..codegen.mod.graphs.loads import reached_by_gradients
 from ..codegen.run.backward import backward, begin
 from ..codegen.run.call import Bound, ExtraInputs, Rows, for_backward
 from ..codegen.run.captured import all_apart

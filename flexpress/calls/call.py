@@ -1,7 +1,7 @@
 """A call from top to bottom: arguments, mods, blocks, kernels.
 
 q, k, v, options    checked, once for all that look alike            arguments.py, checks.py
-score_mod, mask_mod traced once; what they capture is read anew      codegen/mod/bind.py
+score_mod, mask_mod traced once; what they capture is read anew      codegen/mod/tracing/bind.py
 block lists         which blocks of a mask are computed              codegen/run/masks.py
 forward             the first kernel that serves; what it needs      codegen/run/forward.py, forward_kernels.py
                       its text: mods lowered into a template         codegen/plan/, codegen/text/, templates/
@@ -36,9 +36,9 @@ from flexpress.inputs.scales import read_scale
 from flexpress.inputs.sinks import read_sinks
 from flexpress.masks.mask_mods import check_made_of
 
-from ..codegen.mod.bind import bind
-from ..codegen.mod.tensors import are_plain, check_kind, is_transformed, read_captured, readable_inputs, recording
-from ..codegen.mod.wide import in_wide_integers
+from ..codegen.mod.captured.tensors import are_plain, check_kind, is_transformed, read_captured, readable_inputs, recording
+from ..codegen.mod.graphs.wide import in_wide_integers
+from ..codegen.mod.tracing.bind import bind
 from ..codegen.run.call import Bound, ExtraInputs, Inputs
 from ..codegen.run.forward import forward
 

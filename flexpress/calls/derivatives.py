@@ -23,7 +23,7 @@ from flexpress.calls.mapped import BATCH, inputs_of, mapped
 from flexpress.calls.problem import Problem, dense
 
 from ..codegen.compiling import runs_uncompiled
-from ..codegen.mod.levels import one_by_one
+from ..codegen.mod.captured.levels import one_by_one
 from ..codegen.run.backward import backward
 from ..codegen.run.call import Rows
 from ..codegen.run.captured import distinct

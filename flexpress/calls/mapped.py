@@ -8,7 +8,7 @@ import torch
 
 from flexpress.calls.problem import Problem
 
-from ..codegen.mod.levels import each_alone
+from ..codegen.mod.captured.levels import each_alone
 
 BATCH = -1  # a tensor with the batch first; other kinds are numbers of captured tensors
 ALONE = -2  # one of all batch entries: calls that have their own are no larger call

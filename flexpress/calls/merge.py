@@ -9,7 +9,7 @@ import torch
 
 from flexpress.inputs.cache_checks import check_still_there
 
-from ..codegen.mod.tensors import is_moving
+from ..codegen.mod.captured.tensors import is_moving
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -12,8 +12,8 @@ from flexpress.calls.transformed import Transformed
 from flexpress.inputs.float8 import FLOAT8, NOT_OF_FLOAT8
 from flexpress.inputs.packed_checks import check_packed
 
-from ..codegen.mod.levels import untransformed, without_levels
-from ..codegen.mod.tensors import followed, tracing
+from ..codegen.mod.captured.levels import untransformed, without_levels
+from ..codegen.mod.captured.tensors import followed, tracing
 from ..codegen.run.call import Bound
 from ..codegen.run.statistics import Wanted
 

@@ -11,13 +11,13 @@ import torch
 from flexpress.graphs.bound_mods import graph_and_values
 from flexpress.inputs.dropout import Dropout, readable_seed
 
-from ..codegen.mod.capture import name_of, plain
+from ..codegen.mod.captured.tensors import tracing
 from ..codegen.mod.expr import Expr, ModGraph, walk
-from ..codegen.mod.loads import dots_of
-from ..codegen.mod.long_dots import same_where_seen
-from ..codegen.mod.ops import row_of
-from ..codegen.mod.tensors import tracing
-from ..codegen.mod.wide import part_in_wide_integers
+from ..codegen.mod.graphs.loads import dots_of
+from ..codegen.mod.graphs.wide import part_in_wide_integers
+from ..codegen.mod.symbolic.long_dots import same_where_seen
+from ..codegen.mod.table.ops import row_of
+from ..codegen.mod.tracing.capture import name_of, plain
 from ..codegen.registry import remembered
 from ..codegen.run.call import ExtraInputs
 

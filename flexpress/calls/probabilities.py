@@ -24,9 +24,9 @@ from flexpress.inputs.sinks import before_sinks, read_sinks, sink_shares
 
 from ..codegen.compiling import runs_uncompiled
 from ..codegen.gpus import WIDEST_TILE
-from ..codegen.mod.levels import one_by_one
-from ..codegen.mod.scaled import scaled_graph
-from ..codegen.mod.tensors import savable
+from ..codegen.mod.captured.levels import one_by_one
+from ..codegen.mod.captured.tensors import savable
+from ..codegen.mod.graphs.scaled import scaled_graph
 from ..codegen.run.call import Bound, ExtraInputs
 from ..codegen.run.captured import all_apart
 from ..codegen.run.statistics import Statistics, Wanted, statistics

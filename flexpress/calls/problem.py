@@ -13,12 +13,12 @@ from flexpress.graphs.programs import on_device
 from flexpress.inputs.dropout import readable_seed
 from flexpress.masks.block_lists import transposed_lists
 
+from ..codegen.mod.captured.levels import untransformed
+from ..codegen.mod.captured.tensors import looks_ordinary, read_captured, readable
 from ..codegen.mod.expr import ModGraph
-from ..codegen.mod.folded import folded_graph
-from ..codegen.mod.levels import untransformed
-from ..codegen.mod.tensors import looks_ordinary, read_captured, readable
-from ..codegen.mod.trace import traced_once
-from ..codegen.mod.wide import in_wide_integers
+from ..codegen.mod.graphs.folded import folded_graph
+from ..codegen.mod.graphs.wide import in_wide_integers
+from ..codegen.mod.tracing.trace import traced_once
 from ..codegen.plan.forward import Options
 from ..codegen.registry import remembered
 from ..codegen.run.block_lists import BlockLists

@@ -23,9 +23,9 @@ from flexpress.masks.foreign_masks import foreign_lists, is_foreign_mask
 from flexpress.masks.mask_attributes import KV_LISTS
 from flexpress.masks.mask_mods import check_made_of
 
-from ..codegen.mod.dtypes import dtype_name
-from ..codegen.mod.levels import of_all_calls
-from ..codegen.mod.tensors import check_kind, check_surroundings, tracing
+from ..codegen.mod.captured.levels import of_all_calls
+from ..codegen.mod.captured.tensors import check_kind, check_surroundings, tracing
+from ..codegen.mod.table.dtypes import dtype_name
 from ..codegen.plan.forward import Options
 from ..codegen.run.block_lists import BlockLists
 from ..codegen.run.captured import all_apart

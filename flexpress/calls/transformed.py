@@ -17,10 +17,10 @@ from flexpress.inputs.scales import read_scale
 from flexpress.inputs.sinks import check_sinks, fold_sinks
 from flexpress.masks.block_lists import leave_out_entries
 
-from ..codegen.mod.bind import bind_once
+from ..codegen.mod.captured.levels import untransformed
+from ..codegen.mod.captured.tensors import followed
 from ..codegen.mod.expr import ModGraph
-from ..codegen.mod.levels import untransformed
-from ..codegen.mod.tensors import followed
+from ..codegen.mod.tracing.bind import bind_once
 from ..codegen.run.call import ExtraInputs
 
 

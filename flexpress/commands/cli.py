@@ -10,7 +10,7 @@ from flexpress import __version__
 from flexpress.commands.recipes import HEADS, LENGTH, RECIPES, make
 from flexpress.exporting.exported_files import LAYOUTS
 
-from ..codegen.mod.bind import bind
+from ..codegen.mod.tracing.bind import bind
 from ..codegen.run.imagined import TARGETS
 from ..codegen.run.preview import compilation, cpu_specs, hopper_compilation
 from ..codegen.text.render import render

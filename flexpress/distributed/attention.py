@@ -29,10 +29,10 @@ from flexpress.inputs.scales import read_scale
 from flexpress.inputs.sinks import fold_sinks, read_sinks
 
 from ..codegen.compiling import runs_uncompiled
-from ..codegen.mod.bind import bind, graph_of
-from ..codegen.mod.graph_text import text_of
-from ..codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured, readable_inputs, savable
-from ..codegen.mod.watched import are_saved_elsewhere
+from ..codegen.mod.captured.tensors import LOWEST, check_values, is_unseen, read_captured, readable_inputs, savable
+from ..codegen.mod.captured.watched import are_saved_elsewhere
+from ..codegen.mod.graphs.graph_text import text_of
+from ..codegen.mod.tracing.bind import bind, graph_of
 from ..codegen.run.backward import backward
 from ..codegen.run.call import Bound, Rows
 from ..codegen.run.captured import apart

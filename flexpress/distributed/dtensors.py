@@ -31,8 +31,8 @@ from flexpress.masks.block_lists import capturing, leave_out_entries
 from flexpress.masks.block_mask import BlockMask
 from flexpress.masks.foreign_masks import adopt, is_foreign_mask
 
-from ..codegen.mod.bind import graph_of
-from ..codegen.mod.tensors import is_distributed
+from ..codegen.mod.captured.tensors import is_distributed
+from ..codegen.mod.tracing.bind import graph_of
 from ..codegen.run.call import Bound
 from ..codegen.run.statistics import Wanted
 

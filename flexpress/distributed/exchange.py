@@ -14,9 +14,9 @@ from flexpress.distributed.layout import whole_blocks
 from flexpress.distributed.plan import BLOCK, ContextPlan
 from flexpress.masks.block_mask import BlockMask
 
-from ..codegen.mod.bind import bind
-from ..codegen.mod.capture import name_of
-from ..codegen.mod.wide import part_in_wide_integers
+from ..codegen.mod.graphs.wide import part_in_wide_integers
+from ..codegen.mod.tracing.bind import bind
+from ..codegen.mod.tracing.capture import name_of
 from ..codegen.run import masks
 from ..codegen.run.block_lists import BlockLists, Shifts, lists_of
 from ..codegen.run.exchange import add_blocks, copy_blocks

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..codegen.mod.bind import graph_of
-from ..codegen.mod.capture import name_of, plain
+from ..codegen.mod.tracing.bind import graph_of
+from ..codegen.mod.tracing.capture import name_of, plain
 
 
 class Part(NamedTuple):

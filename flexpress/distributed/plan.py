@@ -21,9 +21,9 @@ from flexpress.masks.mask_creation import create_block_mask
 from flexpress.masks.mask_mods import noop_mask
 from flexpress.mods import MaskMod
 
-from ..codegen.mod.bind import bind
-from ..codegen.mod.capture import name_of
-from ..codegen.mod.graph_text import text_of
+from ..codegen.mod.graphs.graph_text import text_of
+from ..codegen.mod.tracing.bind import bind
+from ..codegen.mod.tracing.capture import name_of
 
 
 class ContextPlan:

@@ -21,7 +21,7 @@ from flexpress.distributed.dtensors import Shards
 from flexpress.distributed.plan import ContextPlan
 from flexpress.inputs.checks import check_heads
 
-from ..codegen.mod.tensors import is_distributed
+from ..codegen.mod.captured.tensors import is_distributed
 
 
 def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:

@@ -7,7 +7,7 @@ from flexpress.distributed.plan import ContextPlan, check_plan
 from flexpress.inputs.checks import check_rank
 from flexpress.inputs.dropout import Dropout
 
-from ..codegen.mod.tensors import is_distributed
+from ..codegen.mod.captured.tensors import is_distributed
 
 
 def attend_varlen_in_context(plan: ContextPlan, arguments: tuple, sinks, max_scores: bool, dropout: Dropout | None) -> tuple:

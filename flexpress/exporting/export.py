@@ -30,13 +30,13 @@ from ..codegen.export.cpu import CppFile
 from ..codegen.export.file import beside
 from ..codegen.export.kernels import Exported
 from ..codegen.gpus import WIDEST_TILE
-from ..codegen.mod.bind import bind_with_origins
+from ..codegen.mod.captured.origins import Origins
+from ..codegen.mod.captured.tensors import read_captured
 from ..codegen.mod.expr import ModGraph
-from ..codegen.mod.loads import dots_of
-from ..codegen.mod.long_dots import LONG
-from ..codegen.mod.origins import Origins
-from ..codegen.mod.tensors import read_captured
-from ..codegen.mod.wide import at_any_length
+from ..codegen.mod.graphs.loads import dots_of
+from ..codegen.mod.graphs.wide import at_any_length
+from ..codegen.mod.symbolic.long_dots import LONG
+from ..codegen.mod.tracing.bind import bind_with_origins
 
 
 def export(

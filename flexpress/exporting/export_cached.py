@@ -18,8 +18,8 @@ from ..codegen.device.cache import VERSION
 from ..codegen.export.cached import CachedFile, ExportedCache
 from ..codegen.export.cached_cpu import CachedCppFile
 from ..codegen.export.file import beside
-from ..codegen.mod.dtypes import dtype_name
-from ..codegen.mod.trace import check_wrapped
+from ..codegen.mod.table.dtypes import dtype_name
+from ..codegen.mod.tracing.trace import check_wrapped
 
 
 def export_cached(

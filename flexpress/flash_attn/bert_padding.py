@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from flexpress.codegen.mod.tensors import is_moving, tracing
+from flexpress.codegen.mod.captured.tensors import is_moving, tracing
 from flexpress.inputs.cache_checks import check_still_there
 from flexpress.inputs.checks import check_are_tensors, whole
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from flexpress.attention import flex_attention
-from flexpress.codegen.mod.tensors import followed
+from flexpress.codegen.mod.captured.tensors import followed
 from flexpress.flash import check_together
 from flexpress.flash_attn.kvcache import attend_pages, flash_attn_with_kvcache
 from flexpress.flash_attn.meaning import mask_mod_of, placed_by_sequence, placed_last, read_options, same_place, score_mod_of

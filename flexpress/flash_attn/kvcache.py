@@ -12,7 +12,7 @@ import torch
 from flexpress.caches.cached import attention_after, cached_attention
 from flexpress.caches.kv_cache import update_cache
 from flexpress.caches.rope import rotated
-from flexpress.codegen.mod.tensors import check_surroundings
+from flexpress.codegen.mod.captured.tensors import check_surroundings
 from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, read_options, same_place, score_mod_of
 from flexpress.flash_attn.tables import check_caches_fit, checked_lengths
 from flexpress.graphs.in_graph import compilable

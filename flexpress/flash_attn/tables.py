@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexpress.codegen.mod.tensors import tracing
+from flexpress.codegen.mod.captured.tensors import tracing
 from flexpress.graphs.custom_ops import fake_of, operator
 from flexpress.inputs.cache_checks import take_rows
 from flexpress.inputs.checks import DTYPES, autocasts

@@ -7,8 +7,8 @@ from typing import overload
 
 import torch
 
-from ..codegen.mod.bind import bind, bind_once
-from ..codegen.mod.tensors import check_kind, is_transformed, tracing
+from ..codegen.mod.captured.tensors import check_kind, is_transformed, tracing
+from ..codegen.mod.tracing.bind import bind, bind_once
 
 
 @overload

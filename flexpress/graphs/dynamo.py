@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from flexpress.inputs.plain_arguments import resolve_device
 from flexpress.inputs.scales import number_on
 
-from ..codegen.mod.bind import bind_once
-from ..codegen.mod.capture import name_of
+from ..codegen.mod.captured.watched import unwatched
 from ..codegen.mod.expr import MASK_SYMBOLS, SCORE_SYMBOLS
-from ..codegen.mod.watched import unwatched
+from ..codegen.mod.tracing.bind import bind_once
+from ..codegen.mod.tracing.capture import name_of
 
 _SYMBOLS = {"score_mod": SCORE_SYMBOLS, "mask_mod": MASK_SYMBOLS}  # of arguments that are mods
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from ..codegen.mod.expr import ModGraph
-from ..codegen.mod.graph_mod import GraphMod
-from ..codegen.mod.graph_text import read_graph, text_of
-from ..codegen.mod.wide import with_fitting_numbers
+from ..codegen.mod.graphs.graph_text import read_graph, text_of
+from ..codegen.mod.graphs.wide import with_fitting_numbers
+from ..codegen.mod.symbolic.graph_mod import GraphMod
 from ..codegen.plan.forward import Options
 from ..codegen.registry import remembered
 

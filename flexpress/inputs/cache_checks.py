@@ -10,7 +10,7 @@ import torch
 
 from flexpress.inputs.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, MAX_HEAD_DIM_QK, MOST, check_extents, whole
 
-from ..codegen.mod.tensors import LOWEST, ORDINARY, check_kind, check_memory
+from ..codegen.mod.captured.tensors import LOWEST, ORDINARY, check_kind, check_memory
 from ..codegen.registry import Table
 from ..codegen.run.call import Cached
 from ..codegen.run.layouts import shares_memory

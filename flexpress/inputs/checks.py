@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from ..codegen import logs
-from ..codegen.mod.tensors import ORDINARY, check_kind, is_distributed, is_moving, is_pending
+from ..codegen.mod.captured.tensors import ORDINARY, check_kind, is_distributed, is_moving, is_pending
 from ..codegen.plan.forward import Options
 from ..codegen.text.layouts import LARGEST_BLOCK_N
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from flexpress.inputs.checks import extent
 
-from ..codegen.mod.tensors import check_kind, is_moving, readable
+from ..codegen.mod.captured.tensors import check_kind, is_moving, readable
 from ..codegen.plan.extras import DROPOUT_STEPS, dropout_numbers
 from ..codegen.run.layouts import aligned
 

@@ -15,7 +15,7 @@ from flexpress.inputs.checks import DTYPES
 
 from ..codegen.device.devices import architecture_of
 from ..codegen.gpus import WIDEST_TILE
-from ..codegen.mod.tensors import check_kind, readable
+from ..codegen.mod.captured.tensors import check_kind, readable
 from ..codegen.plan.forward import Options
 from ..codegen.plan.geometry import known_strides
 from ..codegen.plan.hopper_tiles import WIDEST_8

@@ -7,7 +7,7 @@ import torch
 from flexpress.inputs.cache_checks import forms_of
 from flexpress.inputs.checks import MAX_HEAD_DIM, MAX_HEAD_DIM_QK, QUERY_DTYPES, autocasts, check_extents, check_rank
 
-from ..codegen.mod.tensors import check_memory, tracing
+from ..codegen.mod.captured.tensors import check_memory, tracing
 from ..codegen.registry import Table
 
 _REMEDY = "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes it of lengths"

@@ -8,8 +8,8 @@ import torch
 
 from flexpress.inputs.checks import LARGEST_FLOAT32, check_scale
 
-from ..codegen.mod.capture import name_of, plain
-from ..codegen.mod.tensors import check_kind, is_transformed, tracing
+from ..codegen.mod.captured.tensors import check_kind, is_transformed, tracing
+from ..codegen.mod.tracing.capture import name_of, plain
 
 
 def read_scale(scale, score_mod: Callable | None, head_dim: int, device: torch.device) -> tuple[float, Callable | None]:

@@ -7,7 +7,7 @@ from torch.nn.functional import softplus
 
 from flexpress.inputs import checks
 
-from ..codegen.mod.tensors import check_kind, readable
+from ..codegen.mod.captured.tensors import check_kind, readable
 from ..codegen.run.layouts import aligned
 
 

@@ -28,9 +28,9 @@ from flexpress.masks.mask_creation import create_block_mask
 from flexpress.masks.mask_mods import without_ones
 from flexpress.mods import causal
 
-from ..codegen.mod.bind import bind
-from ..codegen.mod.levels import is_mapped
-from ..codegen.mod.tensors import is_transformed
+from ..codegen.mod.captured.levels import is_mapped
+from ..codegen.mod.captured.tensors import is_transformed
+from ..codegen.mod.tracing.bind import bind
 from .transformers_mask import Mask
 
 NAME = "flexpress"

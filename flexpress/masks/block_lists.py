@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from ..codegen.device.streams import MadeOn
-from ..codegen.mod.capture import name_of, plain
-from ..codegen.mod.tensors import check_kind, tracing
+from ..codegen.mod.captured.tensors import check_kind, tracing
+from ..codegen.mod.tracing.capture import name_of, plain
 from ..codegen.plan.tiles import BLOCK
 from ..codegen.registry import remembered
 from ..codegen.run import masks

@@ -22,8 +22,8 @@ from flexpress.masks.slices import Places, Selection, selected, shown, take, thr
 from flexpress.mods import MaskMod
 
 from ..codegen.compiling import runs_uncompiled
-from ..codegen.mod.levels import of_all_calls
-from ..codegen.mod.tensors import followed
+from ..codegen.mod.captured.levels import of_all_calls
+from ..codegen.mod.captured.tensors import followed
 from ..codegen.plan.tiles import BLOCK
 from ..codegen.run.block_lists import BlockLists, lists_of
 

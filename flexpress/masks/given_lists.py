@@ -8,7 +8,7 @@ import torch
 
 from flexpress.masks.block_lists import capturing, check_tables, read_lists
 
-from ..codegen.mod.tensors import tracing
+from ..codegen.mod.captured.tensors import tracing
 from ..codegen.run.block_lists import BlockLists
 
 

@@ -15,8 +15,8 @@ from flexpress.masks.given_lists import GivenLists
 from flexpress.masks.mask_lists import MaskLists, settable
 
 from ..codegen.compiling import runs_uncompiled
-from ..codegen.mod.capture import name_of
-from ..codegen.mod.tensors import is_traced_kind
+from ..codegen.mod.captured.tensors import is_traced_kind
+from ..codegen.mod.tracing.capture import name_of
 from ..codegen.run.block_lists import BlockLists
 
 ORDERS = ("dq_write_order", "dq_write_order_full", "dq_kv_order", "dq_kv_order_spt")

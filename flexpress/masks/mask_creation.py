@@ -18,11 +18,11 @@ from flexpress.masks.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
 from flexpress.mods import MaskMod, ScoreMod
 
 from ..codegen.compiling import runs_uncompiled
-from ..codegen.mod.bind import bind
-from ..codegen.mod.graph_text import text_of
-from ..codegen.mod.levels import of_all_calls, untransformed
-from ..codegen.mod.tensors import check_surroundings, followed, read_captured, recording
-from ..codegen.mod.wide import in_wide_integers
+from ..codegen.mod.captured.levels import of_all_calls, untransformed
+from ..codegen.mod.captured.tensors import check_surroundings, followed, read_captured, recording
+from ..codegen.mod.graphs.graph_text import text_of
+from ..codegen.mod.graphs.wide import in_wide_integers
+from ..codegen.mod.tracing.bind import bind
 from ..codegen.run import masks
 from ..codegen.run.block_lists import lists_of
 from ..codegen.run.meanwhile import is_capturing

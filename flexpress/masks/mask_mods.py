@@ -8,10 +8,10 @@ import torch
 
 from flexpress.mods import MaskMod
 
-from ..codegen.mod.bind import bind
-from ..codegen.mod.capture import name_of
+from ..codegen.mod.captured.tensors import check_memory, tracing
 from ..codegen.mod.errors import ModError
-from ..codegen.mod.tensors import check_memory, tracing
+from ..codegen.mod.tracing.bind import bind
+from ..codegen.mod.tracing.capture import name_of
 from ..mods._made import picklable
 
 

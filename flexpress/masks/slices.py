@@ -9,7 +9,7 @@ import torch
 
 from flexpress.masks.block_lists import without_values
 
-from ..codegen.mod.capture import name_of, plain
+from ..codegen.mod.tracing.capture import name_of, plain
 from ..codegen.run.meanwhile import is_capturing
 
 Places = Sequence[int] | torch.Tensor  # a tensor of int64 where nobody can wait for its values
@@ -95,7 +95,7 @@ def _row_map(rows: Places | None, q_block: int, device) -> Callable:
 
 
 def _table(positions: Places, device) -> torch.Tensor:
-    """Of int64: what a mod computes of its elements is not seen to be computed of indices (codegen/mod/wide.py)."""
+    """Of int64: what a mod computes of its elements is not seen to be computed of indices (codegen/mod/graphs/wide.py)."""
     if isinstance(positions, torch.Tensor):
         return positions.to(device)
     return torch.tensor(list(positions), dtype=torch.int64, device=device)

@@ -14,8 +14,8 @@ from flexpress.graphs.programs import bound_graph, on_device, read_graph_once
 from flexpress.inputs.plain_arguments import resolve_device
 from flexpress.masks.block_lists import made_transposed
 
-from ..codegen.mod.tensors import read_captured
-from ..codegen.mod.wide import in_wide_integers
+from ..codegen.mod.captured.tensors import read_captured
+from ..codegen.mod.graphs.wide import in_wide_integers
 from ..codegen.run import masks
 from ..codegen.run.block_lists import lists_of
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from flexpress import BlockMask
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.expr import MASK_SYMBOLS
-from flexpress.codegen.mod.wide import in_wide_integers
+from flexpress.codegen.mod.graphs.compute import compute
+from flexpress.codegen.mod.graphs.wide import in_wide_integers
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run.masks import automatic_lists
 from flexpress.inputs.plain_arguments import resolve_device
 from support.dense import positions

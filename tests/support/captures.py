@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from flexpress import cache_info
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run.evaluate import evaluate_mod
 from support.dense import positions
 

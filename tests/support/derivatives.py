@@ -7,10 +7,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.expr import SCORE_SYMBOLS
-from flexpress.codegen.mod.grad import differentiate
+from flexpress.codegen.mod.graphs.compute import compute
+from flexpress.codegen.mod.graphs.grad import differentiate
+from flexpress.codegen.mod.tracing.bind import bind
 from support.evaluate import make_mod
 
 

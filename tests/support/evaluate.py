@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.expr import MASK_SYMBOLS, SCORE_SYMBOLS
-from flexpress.codegen.mod.ops import OPS
-from flexpress.codegen.mod.rows_special import SPECIAL
+from flexpress.codegen.mod.table.ops import OPS
+from flexpress.codegen.mod.table.rows_special import SPECIAL
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.run.evaluate import evaluate_mod
 from support.dense import positions
 

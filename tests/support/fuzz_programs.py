@@ -912,8 +912,8 @@ _STATUS = {0: "empty", 1: "partial", 2: "full", 3: "in both lists"}
 
 def wrong_bounds(mask_mod, dense: torch.Tensor, extents: tuple, device: str) -> list[Difference]:
     """Blocks that bounds of a mask_mod call empty or full and that are not, in the lists that a call makes."""
-    from flexpress.codegen.mod.bind import bind
-    from flexpress.codegen.mod.wide import in_wide_integers
+    from flexpress.codegen.mod.graphs.wide import in_wide_integers
+    from flexpress.codegen.mod.tracing.bind import bind
     from flexpress.codegen.run.masks import automatic_lists
     from flexpress.inputs.plain_arguments import resolve_device
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch
 
-from flexpress.codegen.mod.ops import OPS
+from flexpress.codegen.mod.table.ops import OPS
 from support.evaluate import EPS, LARGEST, SMALLEST, default_dtype
 from support.evaluate import Noise as AnyNoise
 from support.fuzz_mods import in_working_precision, reference_namespace

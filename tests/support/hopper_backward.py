@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.tracing.bind import bind
 from flexpress.codegen.plan.backward import BackwardCase
 from flexpress.codegen.plan.forward import Blocks
 from flexpress.codegen.plan.hopper_backward import HopperBackwardPlan, plan_hopper_backward

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from flexpress import create_block_mask, flex_attention
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.loads import dots_of
+from flexpress.codegen.mod.graphs.loads import dots_of
+from flexpress.codegen.mod.tracing.bind import bind
 from support.dense import dense_attention
 from support.evaluate import make_mod
 from support.tangents import SECOND, random_like, twice_differentiated

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.compute import compute
+from flexpress.codegen.mod.graphs.compute import compute
+from flexpress.codegen.mod.tracing.bind import bind
 from support.dense import positions
 
 SHAPE = (2, 3, 5, 7)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.current import Run
-from flexpress.codegen.mod.dispatch import OPERATIONS
 from flexpress.codegen.mod.expr import ExprTable, walk
-from flexpress.codegen.mod.intervals import Interval, _IntervalRun, _point
-from flexpress.codegen.mod.nodes import apply
-from flexpress.codegen.mod.op import kind
-from flexpress.codegen.mod.ops import OPS
-from flexpress.codegen.mod.symbols import Sym
+from flexpress.codegen.mod.graphs.compute import compute
+from flexpress.codegen.mod.graphs.intervals import Interval, _IntervalRun, _point
+from flexpress.codegen.mod.symbolic.dispatch import OPERATIONS
+from flexpress.codegen.mod.symbolic.nodes import apply
+from flexpress.codegen.mod.symbolic.symbols import Sym
+from flexpress.codegen.mod.table.op import kind
+from flexpress.codegen.mod.table.ops import OPS
 from support.rows import DIVISIONS, NUMBERS
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from flexpress import dropout_mask, flex_attention
-from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.expr import walk
-from flexpress.codegen.mod.tangent import tangents_of
+from flexpress.codegen.mod.graphs.compute import compute
+from flexpress.codegen.mod.graphs.tangent import tangents_of
+from flexpress.codegen.mod.tracing.bind import bind
 from support.dense import dense_attention, factors_of
 from support.derivatives import indices, upstream
 from support.evaluate import make_mod
