@@ -178,6 +178,7 @@ template <class T> INLINE void store_lanes(T* p, Vec<T> x) { __builtin_memcpy(p,
 struct BFloat16 { uint16_t bits; };
 using Float16 = _Float16;
 struct Float8 { uint8_t bits; };  // float8_e4m3fn
+struct Byte { uint8_t bits; };    // of a bool that is read: torch has some that are neither 0 nor 1, which are true
 
 INLINE float widened(BFloat16 x) { return bits_of<float>(uint32_t(x.bits) << 16); }
 INLINE float widened(Float16 x) { return float(x); }
@@ -186,8 +187,10 @@ INLINE float widened(Float8 x) {  // with the exponent's place in half precision
     return float(bits_of<Float16>(uint16_t((x.bits & 0x80) << 8 | (x.bits & 0x7F) << 7))) * 256.0f;
 }
 INLINE float widened(double x) { return float(x); }
+INLINE bool widened(Byte x) { return x.bits != 0; }
 template <class T> INLINE T widened(T x) { return x; }
 INLINE void narrow(float x, float& to) { to = x; }
+INLINE void narrow(float x, double& to) { to = x; }
 INLINE void narrow(float x, Float16& to) { to = Float16(x); }
 INLINE void narrow(float x, BFloat16& to) {  // to nearest, ties to even
     const uint32_t b = bits_of<uint32_t>(x);

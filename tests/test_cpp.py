@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import math
 import os
@@ -489,6 +490,22 @@ def test_what_a_compiler_has_written_goes_with_it(monkeypatch, own_directory, tm
     assert list((tmp_path / "temporary").iterdir()) == [] and process[0].returncode == -signal.SIGKILL
 
 
+@contextlib.contextmanager
+def sleeping_child():
+    """A fork that lives on, beside threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        time.sleep(120)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_fork_holds_up_no_compiler(monkeypatch, own_directory, tmp_path):
     """A child that lives on, as workers of a DataLoader do, has whatever was open when it was forked."""
     program, begun = tmp_path / "compiler", tmp_path / "begun"
@@ -499,18 +516,9 @@ def test_a_fork_holds_up_no_compiler(monkeypatch, own_directory, tmp_path):
     thread.start()
     while not begun.exists():
         time.sleep(0.01)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
-        child = os.fork()
-    if child == 0:
-        time.sleep(120)
-        os._exit(0)
-    try:
+    with sleeping_child():
         thread.join(60)
         assert not thread.is_alive()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def test_where_nothing_may_be_executed(monkeypatch, own_directory):
@@ -521,9 +529,57 @@ def test_where_nothing_may_be_executed(monkeypatch, own_directory):
 
     monkeypatch.setattr(cpp.ctypes, "CDLL", refused)
     with pytest.warns(
-        RuntimeWarning, match="compiled code cannot be loaded: .*failed to map.*TMPDIR must be a folder where files may be exec"
+        RuntimeWarning, match="compiled code cannot be loaded: .*failed to map.*TMPDIR be a folder where files may be exec"
     ):
         attend()
+
+
+@pytest.mark.parametrize("written", ["echo no library >", "echo 'int other;' | c++ -x c++ - -shared -fPIC -o"], ids=["text", "another's"])
+def test_a_library_that_cannot_be_loaded_is_made_anew(written, monkeypatch, own_directory, tmp_path):
+    """By a compiler that said it had written it. Other processes have only the file on disk."""
+    program = tmp_path / "compiler"
+    program.write_text(f'#!/bin/sh\nif [ "$1" != -x ]; then exec c++ "$@"; fi\nfor last; do :; done\n{written} "$last"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    with pytest.warns(RuntimeWarning, match="kernels for the CPU cannot be loaded.*The compiler must make a whole library") as seen:
+        attend()
+    assert len(seen) == 1
+    program.write_text('#!/bin/sh\nexec c++ "$@"\n')
+    cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend()
+    assert explain(*torch.randn(3, 1, 1, 20, 16)).startswith("forward   CPP")
+
+
+def test_a_compiler_that_can_never_run_is_given_up(monkeypatch, own_directory, tmp_path):
+    for number, text in enumerate(("#!/no/such/interpreter\n", "no program\n")):
+        program = tmp_path / f"compiler{number}"
+        program.write_text(text)
+        program.chmod(0o755)
+        monkeypatch.setenv("CXX", str(program))
+        with pytest.warns(RuntimeWarning, match="kernels for the CPU do not compile and run in Triton's interpreter. .*does not run"):
+            attend()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attend()
+
+
+def test_a_fork_while_the_compiler_is_asked_who_it_is(monkeypatch, own_directory, tmp_path):
+    """Neither its answer nor what Python says of the CPU may come through a pipe, which a child takes along."""
+    program, begun = tmp_path / "compiler", tmp_path / "begun"
+    program.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then touch {shlex.quote(str(begun))}; sleep 1; fi\nexec c++ "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    monkeypatch.setattr(subprocess, "check_output", lambda *given, **options: pytest.fail("a pipe"))  # as platform.processor does
+    cache_clear()
+    thread = threading.Thread(target=attend, daemon=True)
+    thread.start()
+    while not begun.exists():
+        time.sleep(0.01)
+    with sleeping_child():
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_no_room_for_temporary_files(monkeypatch, own_directory):
@@ -585,6 +641,48 @@ def test_a_kernel_that_does_not_compile_leaves_the_others(monkeypatch, own_direc
         with pytest.raises(RuntimeError, match="a fault of the print"):
             flex_attention(q, q, q, attends_to_nothing, kernel_options={"BACKEND": "CPP"})
     assert len(tried) == 1
+
+
+def test_negative_indices_of_a_dimension_of_more_than_32_bits(in_cpp):
+    ones = torch.ones(1).expand(1 << 33)
+    assert torch.equal(evaluate_mod(lambda score, b, h, i, j: score + ones[i - j], torch.zeros(1, 1, 3, 3)), torch.ones(1, 1, 3, 3))
+
+
+@pytest.mark.parametrize("of", ["vectors", "numbers"])
+def test_bools_of_any_byte(of, in_cpp):
+    """torch has some that are neither 0 nor 1, as where bytes are viewed: they are true."""
+    b, c = (torch.tensor(bytes_, dtype=torch.uint8).view(torch.bool) for bytes_ in ([2, 0, 4, 1], [1, 1, 128, 0]))
+    for form in (
+        lambda x, y: x ^ y,
+        lambda x, y: x == y,
+        lambda x, y: ~x & ~y,
+        lambda x, y: x.to(torch.int32) + y == 2,
+        lambda x, y: torch.where(x, y, True),
+    ):
+
+        def mask_mod(batch, h, q_idx, kv_idx, form=form):
+            return form(b[q_idx], c[kv_idx]) if of == "vectors" else form(b[kv_idx], c[kv_idx])
+
+        expected = mask_mod(0, 0, torch.arange(4)[:, None], torch.arange(4)).expand(4, 4)
+        assert torch.equal(create_mask(mask_mod, 1, 1, 4, 4, "cpu")[0, 0], expected)
+    assert torch.equal(evaluate_mod(lambda score, batch, h, i, j: score + b[i] * 1.0, torch.zeros(1, 1, 4, 1)).flatten(), b.float())
+
+
+@pytest.mark.filterwarnings("ignore:score_mod .* captures .* float64:UserWarning")
+def test_gradients_of_captured_tensors_as_they_lie(in_cpp):
+    """One of float64 with an element for each position; an empty one whose rows are apart."""
+    q = torch.randn(1, 2, 9, 8, requires_grad=True)
+    bias, nothing = torch.randn(9, 9, dtype=torch.float64, requires_grad=True), torch.randn(4, 100)[:0, :5].requires_grad_()
+    for mod in (lambda score, b, h, i, j: score + bias[i, j], lambda score, b, h, i, j: score + nothing[i - j, h]):
+        captured = nothing if "nothing" in mod.__code__.co_freevars else bias
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            (found,) = torch.autograd.grad(flex_attention(q, q, q, mod).sin().sum(), captured)
+        assert found.dtype == captured.dtype and found.shape == captured.shape
+        if found.numel():
+            scores = (q @ q.mT * 8**-0.5).double() + bias
+            (expected,) = torch.autograd.grad((scores.softmax(-1) @ q.double()).sin().sum(), bias)
+            assert relative_error(found, expected) < 1e-6
 
 
 def test_indices_of_32_and_of_64_bits_in_one_place(in_cpp):

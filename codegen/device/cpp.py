@@ -5,6 +5,7 @@ Code is named by the kernel's text, the compiler's version, the flags and the CP
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -22,7 +23,7 @@ from ..registry import INFO
 from ..text.cpp import c_type, captured_numbers
 from ..text.spec import KernelSpec
 from . import folder
-from .cpp_build import CompilerError, CompilerStopped, flags
+from .cpp_build import CannotLoad, CompilerError, CompilerStopped, flags
 from .cpp_compiler import compiled, compiler, cpu, version
 from .kernel import Kernel
 
@@ -49,7 +50,7 @@ class CppKernel(Kernel):
         names = [(name, ctypes.c_void_p if kind.endswith("*") else _CTYPES[kind]) for name, kind in kinds]
         self.arguments = type("Arguments", (ctypes.Structure,), {"_fields_": names})
         self._function = None
-        self._failed = "", ""  # the name under which it did not compile, and what the compiler said
+        self._failed = "", CompilerError, ""  # the name under which it did not compile or load, and why
 
     def call(self, values: Mapping[str, object], threads: int | None = None) -> None:
         """Run with arguments by the names of parameters, by torch's threads or fewer."""
@@ -65,14 +66,10 @@ class CppKernel(Kernel):
     def _built(self):
         if self._function is None:
             start, name = time.perf_counter(), self._name()
-            code, compiled = _read(name), False
-            if code is None:
-                code, compiled = self._compile(name), True
-                _write(name, code)
-            self._function = getattr(_loaded(name, code), self.spec.template)
-            self._function.restype = None
+            kept = self._kept(name)
+            self._function = kept or self._compiled(name)
             seconds = time.perf_counter() - start
-            if compiled:
+            if not kept:
                 INFO.compiles += 1
                 self.compiled.append(seconds)
                 logs.COMPILE.info("compiled %s in %.2f s", self.path.stem, seconds)
@@ -85,16 +82,24 @@ class CppKernel(Kernel):
         key = repr((self.path.stem, path, path and version(path), flags(), cpu(), torch.__version__))
         return f"{self.path.stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
-    def _compile(self, name: str) -> bytes:
+    def _kept(self, name: str):
+        """The function from disk; None if it is not there. What cannot be loaded, as a compiler left it half written, is made anew."""
+        code = _read(name)
+        with contextlib.suppress(CannotLoad):
+            return code and _loaded(name, code, self.spec.template)
+
+    def _compiled(self, name: str):
         if self._failed[0] == name:
-            raise CompilerError(self._failed[1])
+            raise self._failed[1](self._failed[2])
         try:
             with progress.shown(f"compiling {self.path.stem}"):
-                return compiled(self.printed.source, str(self.path))
+                code = compiled(self.printed.source, str(self.path))
+            _write(name, code)
+            return _loaded(name, code, self.spec.template)
         except CompilerStopped:
             raise
         except CompilerError as why:
-            self._failed = name, str(why)
+            self._failed = name, type(why), str(why)
             raise
 
 
@@ -119,20 +124,27 @@ def _read(name: str) -> bytes | None:
         return None
 
 
-def _loaded(name: str, code: bytes) -> ctypes.CDLL:
-    """The library of these bytes: from the folder, where nobody else can write, or from a file of this process's own."""
+def _loaded(name: str, code: bytes, entry: str):
+    """A function of these bytes' library: from the folder, where nobody else can write, or from a file of this process's own."""
     place = folder.path()
     if place is not None:
         try:
-            return ctypes.CDLL(str(place / f"{name}.so"))
-        except OSError:  # another process made room, or nothing there may be executed
+            return _function(place / f"{name}.so", entry)
+        except (OSError, AttributeError):  # another process made room, or nothing there may be executed
             pass
     try:
         with tempfile.TemporaryDirectory(prefix="flexpress-") as own:
             file = Path(own, f"{name}.so")
             file.write_bytes(code)
-            return ctypes.CDLL(str(file))
-    except OSError as error:
-        raise CompilerError(
-            f"compiled code cannot be loaded: {error}. FLEXPRESS_CACHE_DIR or TMPDIR must be a folder where files may be executed"
+            return _function(file, entry)
+    except (OSError, AttributeError) as error:
+        raise CannotLoad(
+            f"compiled code cannot be loaded: {error}. The compiler must make a whole library, and FLEXPRESS_CACHE_DIR or TMPDIR be a "
+            "folder where files may be executed"
         ) from error
+
+
+def _function(file: Path, entry: str):
+    function = getattr(ctypes.CDLL(str(file)), entry)
+    function.restype = None
+    return function

@@ -8,6 +8,7 @@ FLEXPRESS_CXXFLAGS   more flags, behind ours
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import shlex
@@ -23,6 +24,10 @@ import torch
 
 class CompilerError(RuntimeError):
     """There is no C++ compiler, or it does not compile a kernel."""
+
+
+class CannotLoad(CompilerError):
+    """What it makes is no library that this process can load."""
 
 
 class CompilerStopped(CompilerError):
@@ -52,13 +57,17 @@ def missing() -> str:
     return f"there is no C++ compiler; {told}"
 
 
-def version_of(command: tuple[str, ...]) -> str:
+def version_of(command: tuple[str, ...], start=subprocess.Popen) -> str:
     """A compiler's first line about itself; "" if it does not run."""
     try:
         with tempfile.TemporaryFile() as said:  # no pipe: see outcome
-            subprocess.run(
-                [*command, "--version"], check=False, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.DEVNULL, timeout=60
-            )
+            process = start([*command, "--version"], stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.DEVNULL)
+            try:
+                process.wait(60)
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
             said.seek(0)
             return said.read().decode("utf-8", "replace").split("\n")[0]
     except (OSError, subprocess.TimeoutExpired):
@@ -99,7 +108,8 @@ def flags() -> list[str]:
 
 def native_cpu() -> str:
     """What -march=native means here."""
-    return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()} {described()}"
+    # no platform.processor(): it reads from a pipe that a fork takes along, and Python 3.11 holds a lock meanwhile
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {described()}"
 
 
 def whole(source: str, headers: dict[str, str]) -> str:
@@ -122,7 +132,8 @@ def library(compiler: tuple[str, ...] | None, source: str, name: str, start=subp
             if status == 0 and made.exists():
                 return made.read_bytes()
     except OSError as error:
-        kind = CompilerError if isinstance(error, PermissionError) else CompilerStopped
+        never = isinstance(error, PermissionError) or error.errno == errno.ENOEXEC or error.filename == compiler[0]
+        kind = CompilerError if never else CompilerStopped
         raise kind(f"{called} does not run, or has no room for files (TMPDIR says where): {error}") from error
     # what the driver tells of the compiler, the assembler and the linker, which it runs
     no_room = "No space left on device", "Disk quota exceeded", "out of memory", "memory exhausted", "Cannot allocate memory"

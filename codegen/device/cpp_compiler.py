@@ -20,14 +20,13 @@ import torch
 
 from ..registry import Table, remembered
 from ..turn import Turn
-from .cpp_build import CompilerError, CompilerStopped, compiler_command, library, missing, native_cpu, version_of, whole
+from .cpp_build import CannotLoad, CompilerError, CompilerStopped, compiler_command, library, missing, native_cpu, version_of, whole
 
 _INCLUDES = ("cpu.h", "cpu_tiles.h", "cpu_dropout.h")  # of templates/, by prints
 _PARTS = ("cpu_vectors.h", "cpu_captured.h", "cpu_functions.h", "cpu_products.h", "cpu_factors.h", "cpu_results.h")  # by these, once each
 _given_up: dict[tuple, str] = Table("compilers that failed", 16)  # and why
 _beginning = Turn(fork_waits=True)
 T = TypeVar("T")
-version = remembered("versions of the compiler", 16)(version_of)
 cpu = remembered("this CPU", 1)(native_cpu)
 
 
@@ -40,6 +39,12 @@ def compiler() -> tuple[str, ...] | None:
 def _found(name: str | None, path: str | None) -> tuple[str, ...] | None:
     """With these in the environment."""
     return compiler_command()
+
+
+@remembered("versions of the compiler", 16)
+def version(command: tuple[str, ...]) -> str:
+    """A compiler's first line about itself; "" if it does not run."""
+    return version_of(command, _begun)
 
 
 def interpreter_asked_for() -> bool:
@@ -75,7 +80,10 @@ def _kind() -> tuple:
 def give_up(why: CompilerError) -> None:
     """The compiler failed: from now on the interpreter serves calls that do not name kernels in C++. If it was stopped, for this once, and
     where it compiles what all kernels include, calls that need this kernel."""
-    if isinstance(why, CompilerStopped):
+    if isinstance(why, CannotLoad):
+        _given_up[_kind()] = "compiled kernels could not be loaded before"
+        told = "compiled kernels for the CPU cannot be loaded, and run in Triton's interpreter"
+    elif isinstance(why, CompilerStopped):
         told = "a kernel for the CPU was not compiled. Triton's interpreter runs it for this once, and the next call tries again"
     elif _works():
         told = "a kernel for the CPU does not compile, a fault of Flexpress: please report it. Triton's interpreter runs it, slowly"

@@ -21,6 +21,7 @@ from .file import File, called
 
 _EMBEDDED = (
     cpp_build.CompilerError,
+    cpp_build.CannotLoad,
     cpp_build.CompilerStopped,
     cpp_build.words_of,
     cpp_build.compiler_command,

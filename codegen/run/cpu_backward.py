@@ -133,7 +133,8 @@ class Buffers:
             elif captured.role == "column":
                 gathered[captured.buffer] = torch.zeros((parting.parts, *like.shape), dtype=torch.float32, device="cpu")
             elif captured.role == "atomic":
-                spans[captured] = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+                reach = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+                spans[captured] = 1 + reach if like.numel() else 0
         self.one_copy = tasks * sum(spans.values()) > LARGEST
         for captured, span in spans.items():
             gathered[captured.buffer] = torch.zeros((1 if self.one_copy else tasks, span), dtype=torch.float32, device="cpu")

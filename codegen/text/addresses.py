@@ -72,13 +72,15 @@ class Addresses:
         """An index that counts from the beginning; adds to `checks` what must hold for it."""
         index, language = load.args[dim], self.language
         size = language.argument(f"size_{self.graph.tensors[load.attr].name}_{dim}", "size", load.attr, dim)
-        low = self.expressions.range_of(index)[0]
+        low, dtype = self.expressions.range_of(index)[0], index.dtype
+        if low < 0 and self.layouts[load.attr].wide and not index.is_literal:  # its size may be more than an index's dtype holds
+            code, dtype = language.cast(code, torch.int64), torch.int64
         if low < 0 or not index.is_literal:
-            code = self.expressions.statement(code, load.source, dtype=index.dtype)
+            code = self.expressions.statement(code, load.source, dtype=dtype)
         if low < 0:  # negative indices count from the end, as in torch
             zero = language.literal(0)
             from_end = language.where(language.operate(code, "<", zero), language.operate(code, "+", size), code)
-            code = self.expressions.statement(from_end, load.source, dtype=index.dtype)
+            code = self.expressions.statement(from_end, load.source, dtype=dtype)
             checks.append(language.operate(code, ">=", zero))
         checks.append(language.operate(code, "<", size))
         return code

@@ -166,7 +166,7 @@ def p_name(p: Parameter, mods: Iterable) -> str:
 def c_type(p: Parameter, captured: set[str]) -> str:
     """What a member of the struct is. Numbers that a mod captures are int32, as mods compute with them."""
     if p.type.startswith("*"):
-        return f"{type_name(p.type[1:])}*"
+        return "Byte*" if p.type == "*bool" and p.name in captured else f"{type_name(p.type[1:])}*"
     return "float" if p.type == "float" else "int32_t" if p.name in captured else "int64_t"
 
 

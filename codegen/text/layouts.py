@@ -17,7 +17,7 @@ class TensorLayout(NamedTuple):
 
     strides   per dimension "0", "1", "n" (a kernel argument) or "v" (an argument in units of 16 bytes, so that the compiler
               knows rows are aligned)
-    wide      offsets may pass 2**31 elements: compute them in int64
+    wide      offsets or sizes may pass 2**31 elements: compute them in int64
     inside    the indices that are known to lie inside, for these lengths: (load, dimension), loads numbered as in `loads_of`
     """
 
@@ -61,5 +61,5 @@ def _layouts(graph: ModGraph, whole: ModGraph, tensors: tuple, scalars: tuple, e
         vector = 16 // graph.tensors[i].dtype.itemsize if i in by_rows and strides[-1] == 1 else 1 << 62
         pattern = tuple("0" if s == 0 else "1" if s == 1 else "v" if s % vector == 0 else "n" for s in strides)
         reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
-        layouts.append(TensorLayout(pattern, reach >= 1 << 31, frozenset(known)))
+        layouts.append(TensorLayout(pattern, max((reach, *shape)) >= 1 << 31, frozenset(known)))
     return tuple(layouts)
