@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,10 +15,10 @@ from flexpress.graphs.in_graph import compilable
 from flexpress.inputs.checks import check_tensor
 from flexpress.masks.mask_mods import without_ones
 
-from .codegen.mod.captured.tensors import followed
+from .codegen.mod.captured.tensors import followed, is_causal_bias
 
 
-@compilable
+@compilable(inner=lambda **given: _attended(**given), opened=lambda given: _without_causal_bias(**given))
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -35,7 +36,8 @@ def scaled_dot_product_attention(
                  bfloat16 or float32, head dims up to 512, of query and key up to 576
     key, value   (..., Hkv, KV_LEN, D) and (..., Hkv, KV_LEN, D_V). What precedes them broadcasts, heads only without enable_gqa
     attn_mask    broadcasts to (..., Hq, Q_LEN, KV_LEN): bool, True for what takes part, or floating-point, added to the scaled scores.
-                 Read where it lies. One that is added gets its gradient
+                 Read where it lies. One that is added gets its gradient. Or torch.nn.attention.bias.causal_upper_left(Q_LEN, KV_LEN) or
+                 causal_lower_right(Q_LEN, KV_LEN), of which nothing is read
     dropout_p    as for flex_attention: torch's generator gives the seed, but other weights are dropped than by torch's function
     is_causal    query i sees key j if j <= i, whatever the lengths; not with attn_mask
     scale        a number or a tensor of one, 1 / sqrt(D) by default
@@ -47,11 +49,36 @@ def scaled_dot_product_attention(
     Raises ValueError, TypeError or NotImplementedError for arguments; the shapes that are shown are those of 4-D views.
     """
     followed("scaled_dot_product_attention")
+    return _attended(**_without_causal_bias(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+
+
+def _without_causal_bias(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: bool) -> dict[str, Any]:
+    """Arguments of `_attended`. A CausalBias of torch's, whose memory means nothing, becomes `causal_bias`: its lengths, and is it aligned
+    to the last query and key?"""
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal exclude each other: put the causal mask into attn_mask")
+    causal_bias = None
+    if attn_mask is not None and is_causal_bias(attn_mask):
+        causal_bias = (attn_mask.seq_len_q, attn_mask.seq_len_kv), attn_mask.variant.name == "LOWER_RIGHT"
+        attn_mask, is_causal = None, True
+    arguments = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "dropout_p": dropout_p}
+    return {**arguments, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "causal_bias": causal_bias}
+
+
+def _attended(
+    query, key, value, attn_mask, dropout_p, is_causal: bool, scale, enable_gqa: bool, causal_bias: tuple[tuple[int, int], bool] | None
+) -> torch.Tensor:
     _check(query, key, value, attn_mask, enable_gqa)
     shape, tensors = _as_four_dimensions(query, key, value, enable_gqa)
     score_mod, mask_mod = None, mods.causal if is_causal else None
+    if causal_bias is not None:
+        lengths, aligned_last = causal_bias
+        if lengths != (query.shape[-2], key.shape[-2]):
+            raise ValueError(
+                f"attn_mask is a causal bias of {lengths} positions, but query and key have {query.shape[-2]} and {key.shape[-2]}"
+            )
+        if aligned_last and lengths[0] != lengths[1]:
+            mask_mod = mods.causal_offset(lengths[1] - lengths[0])
     if attn_mask is not None:
         scores = (*shape, query.shape[-2], key.shape[-2])
         mask = _mask_as_four_dimensions(attn_mask, scores)

@@ -278,6 +278,19 @@ def numbers_read_from_tensors(device):
     return Case(lambda q, k, v: flex_attention(q, k, v, score_mod), inputs(device))
 
 
+def places_in_tensors(device):
+    """That have no dimension: Python would read their number."""
+    table, place = random(4, 16, device=device), torch.tensor(3, device=device)
+
+    def run(q, k, v, table):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score * table[place % 4, place] + table[:, place][h] + table[-place, kv_idx % 16]
+
+        return flex_attention(q, k, v, score_mod, mask_mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx < place * 4 + table[0, place - 9])
+
+    return Case(run, [*inputs(device), table])
+
+
 def sizes_of_tensors(device):
     """Floats that come of lengths, which are no numbers that a tensor holds."""
 
@@ -290,6 +303,7 @@ def sizes_of_tensors(device):
 
 CASES = [
     plain,
+    places_in_tensors,
     numbers_read_from_tensors,
     recipe_outside,
     closure_over_the_graph,

@@ -224,6 +224,15 @@ def test_slopes_get_a_gradient(device):
     assert relative_error(got, want) < 1e-5
 
 
+def test_windows_in_tensors():
+    """As flash_attn's own tests draw them."""
+    expected = flash_attn_func(Q + 1, K + 1, K, window_size=(3, 1))
+    for window in (torch.tensor([3, 1]), (torch.tensor(3), torch.tensor(1, dtype=torch.int32)), [3, np.int64(1)]):
+        assert torch.equal(flash_attn_func(Q + 1, K + 1, K, window_size=window), expected)
+    with pytest.raises(TypeError, match="window_size"):
+        flash_attn_func(Q, K, K, window_size=torch.tensor([3.0, 1.0]))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_packed_forms_are_views(device):
     """What is packed gives the same bits as what lies apart, and its gradient comes packed."""

@@ -447,6 +447,7 @@ def test_errors_of_packed_queries_on_pages():
     def call(q=q, k=pages, cu_k=cu, longest=3, block_table=table, **more):
         return flash_attn_varlen_func(q, k, pages, cu, cu_k, longest, 3, block_table=block_table, **more)
 
+    assert torch.equal(call(longest=torch.tensor(3)), call())  # as (cu[1:] - cu[:-1]).max() gives it
     for words, arguments in {
         "max_seqlen_q is 2, but a sequence has more queries": dict(longest=2),
         "block_table must be": dict(block_table=table[:1]),

@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
-from flexpress import cache_info, scaled_dot_product_attention, sdpa
+from flexpress import ModError, cache_info, flex_attention, scaled_dot_product_attention, sdpa
 from support.dense import relative_error
 from support.devices import DEVICES, for_any
 from support.gradients import assert_gradients
@@ -213,3 +214,38 @@ def test_a_mask_of_some_batch_dimensions(lead, dtype):
     if len(lead) == 2:
         q, k, v = q[:, 0], k[:, 0], v[:, 0]
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v, mask), torchs(q, k, v, mask))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("lengths", [(9, 9), (5, 12), (12, 5)])
+@pytest.mark.parametrize("kind", [causal_upper_left, causal_lower_right])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_causal_biases_of_torch(kind, lengths, compiled):
+    """Their memory means nothing: torch's function asks what they are. (Of a row that sees nothing torch's makes NaN.)"""
+    q, k = (torch.randn(1, 2, n, 16, requires_grad=True) for n in lengths)
+    bias, function = kind(*lengths), scaled_dot_product_attention
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    out = function(q, k, k, bias)
+    expected = torchs(q.double(), k.double(), k.double(), bias._materialize()).nan_to_num()
+    assert relative_error(out, expected) < 1e-6
+    if lengths[0] <= lengths[1]:
+        for found, exact in zip(*(torch.autograd.grad(o.sin().sum(), (q, k)) for o in (out, expected)), strict=True):
+            assert relative_error(found, exact) < 1e-5
+
+
+def test_causal_biases_elsewhere():
+    q, bias = torch.randn(1, 2, 9, 16), causal_lower_right(9, 12)
+    for call, error, words in (
+        (
+            lambda: scaled_dot_product_attention(q, q, q, bias),
+            ValueError,
+            r"causal bias of \(9, 12\) positions, but query and key have 9 and 9",
+        ),
+        (lambda: scaled_dot_product_attention(q, q, q, bias, is_causal=True), ValueError, "attn_mask and is_causal exclude each other"),
+        (lambda: flex_attention(q, q, q, lambda s, b, h, i, j: s + bias[0, i, j]), ModError, "captures bias, which is a CausalBias"),
+        (lambda: flex_attention(bias[None], q, q), NotImplementedError, "query is a CausalBias, whose memory means nothing"),
+    ):
+        with pytest.raises(error, match=words):
+            call()

@@ -13,7 +13,7 @@ from flexpress.caches.cached import attention_after, cached_attention
 from flexpress.caches.kv_cache import update_cache
 from flexpress.caches.rope import rotated
 from flexpress.codegen.mod.captured.tensors import check_surroundings
-from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, read_options, same_place, score_mod_of
+from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, plain, read_options, same_place, score_mod_of
 from flexpress.flash_attn.tables import check_caches_fit, checked_lengths
 from flexpress.graphs.in_graph import compilable
 from flexpress.inputs.cache_checks import check_no_gradients, check_plain, check_table, described
@@ -112,7 +112,7 @@ def attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning: tup
     check_table("cu_seqlens_k", cu_seqlens_k, (batch + 1,), torch.int32, q.device)
     check_table("block_table", block_table, (batch, None), torch.int32, q.device)
     options = read_options(*meaning, q, batch)
-    longest = min(whole("max_seqlen_q", max_seqlen_q), q.shape[0])
+    longest = min(whole("max_seqlen_q", plain(max_seqlen_q)), q.shape[0])
     if torch.is_grad_enabled():
         tensors = dict(q=q, k=k, v=v, alibi_slopes=options.alibi_slopes, sinks=sinks)
         check_no_gradients("flash_attn_varlen_func with a block_table", "leave it out to train, or use torch.no_grad()", **tensors)

@@ -34,9 +34,16 @@ class Options(NamedTuple):
     alibi_slopes: torch.Tensor | None
 
 
+def plain(given):
+    """Integers, also where tensors hold them, as flash_attn's operators take them. Those on a GPU, which a call would wait for, stay."""
+    if isinstance(given, torch.Tensor) and given.device.type == "cpu" and not given.is_floating_point():
+        return given.tolist()
+    return [plain(each) for each in given] if isinstance(given, (tuple, list)) else given
+
+
 def read_options(causal, window_size, softcap, alibi_slopes, q: torch.Tensor, batch: int) -> Options:
     """Those arguments of a call with `batch` sequences and queries q (..., Hq, D). Raises ValueError, TypeError or NotImplementedError."""
-    left, right = pair("window_size", window_size, -sys.maxsize, "a pair of integers (left, right), -1 for no limit")
+    left, right = pair("window_size", plain(window_size), -sys.maxsize, "a pair of integers (left, right), -1 for no limit")
     if isinstance(softcap, (bool, torch.Tensor)) or not isinstance(softcap, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"softcap must be a number, 0.0 for none, got {softcap!r}")
     if alibi_slopes is not None:

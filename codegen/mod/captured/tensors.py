@@ -17,20 +17,8 @@ from ...compiling import runs_uncompiled
 from ...registry import remembered
 from .levels import has_tangent, is_one_of_several
 
-DTYPES = frozenset(
-    (
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-    )
-)  # of what mods capture
+_FLOATS, _INTEGERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64), (torch.int8, torch.int16, torch.int32, torch.int64)
+DTYPES = frozenset((*_FLOATS, *_INTEGERS, torch.uint8, torch.bool))  # of what mods capture
 
 LOWEST = 1 << 32  # address: below is what data_ptr() gives for no memory, the bytes before a view's first element, and hardly anything else
 ORDINARY = (torch.Tensor, torch.nn.Parameter)  # what most calls are made with
@@ -208,6 +196,11 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
         raise NotImplementedError(f"{name} is {kind}")
 
 
+def is_causal_bias(tensor: torch.Tensor) -> bool:
+    """Is it torch.nn.attention.bias's, which means what it does in torch's function alone? (To import that imports torch's compiler.)"""
+    return type(tensor).__name__ == "CausalBias" and type(tensor).__module__ == "torch.nn.attention.bias"
+
+
 @runs_uncompiled
 def _kind(tensor: torch.Tensor) -> str | None:
     """What a tensor is instead of ordinary memory, and what to do."""
@@ -216,6 +209,8 @@ def _kind(tensor: torch.Tensor) -> str | None:
         return "a tensor of a torch.func transform (vmap, grad, jvp, ...), which printed kernels cannot follow; call it outside"
     if tensor.is_nested:
         return "a nested tensor; pack the sequences (varlen_attention, or flex_attention with a document mask) instead"
+    if is_causal_bias(tensor):
+        return "a CausalBias, whose memory means nothing: scaled_dot_product_attention takes it, others mods.causal or mods.causal_offset"
     if isinstance(tensor, UninitializedTensorMixin):
         return f"an {cls.__name__}, which has no memory yet; run its module once"
     if is_traced_kind(tensor) and _modes():

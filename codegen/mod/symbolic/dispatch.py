@@ -22,6 +22,7 @@ from ..current import Operations, Run, applied, running
 from ..errors import ModError, call_problem
 from ..table import ops
 from ..table.op import Op
+from .lookups import getitem, has_place
 from .methods import METHOD_OF, METHODS, unsupported, with_dtypes
 from .nodes import apply, literal_tensor, to_expr, with_named
 from .symbols import Sym, TensorView, Vector, changed
@@ -131,6 +132,8 @@ def _dispatched(function, args: tuple, kwargs: dict):
             return literal_tensor(fill, kwargs.get("dtype"))
         if function in _PLAIN_ATTRIBUTES:  # guarded with the tensor itself
             return function(*args, **kwargs)
+        if function is torch.Tensor.__getitem__ and has_place(args[1]):
+            function = getitem
         return trace.host(function, args, kwargs, getattr(function, "__name__", "value"))
 
 

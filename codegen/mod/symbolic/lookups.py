@@ -6,10 +6,46 @@ import torch
 import torch.nn.functional as F
 
 from ..captured.stand_ins import pinned
+from ..captured.tensors import is_traced_kind, is_unseen
 from ..current import Run, running
 from .nodes import index_tensor, literal_tensor
 from .symbols import Sym, TensorView, Vector
 from .vectors import as_vector
+
+
+def getitem(tensor: torch.Tensor, index):
+    """tensor[index] of captured tensors. torch reads a place that is an integer tensor of no dimension as a number: that would wait for a
+    GPU, and where operations are recorded nobody knows it. There the element is looked up."""
+    parts = index if isinstance(index, tuple) else (index,)
+    simple = all(part is None or part is Ellipsis or isinstance(part, (int, torch.SymInt, slice)) or _is_place(part) for part in parts)
+    if not simple or not any(_is_place(part) and _is_unknown(part) for part in parts):
+        return tensor[index]
+    dim, left = 0, tensor.ndim - sum(part is not None and part is not Ellipsis for part in parts)
+    for part in parts:
+        if _is_place(part):
+            from_start = torch.where(part < 0, part + tensor.shape[dim], part)
+            tensor = tensor.index_select(dim, from_start.reshape(1)).squeeze(dim)
+        elif part is Ellipsis:
+            dim += left
+        elif isinstance(part, (int, torch.SymInt)):
+            tensor = tensor.select(dim, part)
+        else:
+            tensor = tensor[(slice(None),) * dim + (part,)]
+            dim += 1
+    return tensor
+
+
+def has_place(index) -> bool:
+    """Is an integer tensor of no dimension among the parts of an index?"""
+    return any(map(_is_place, index)) if isinstance(index, tuple) else _is_place(index)
+
+
+def _is_place(part) -> bool:
+    return isinstance(part, torch.Tensor) and part.ndim == 0 and part.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def _is_unknown(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu" or not is_unseen() or is_traced_kind(tensor)
 
 
 def _embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False):
