@@ -671,7 +671,7 @@ def test_bools_of_any_byte(of, in_cpp):
 @pytest.mark.filterwarnings("ignore:score_mod .* captures .* float64:UserWarning")
 def test_gradients_of_captured_tensors_as_they_lie(in_cpp):
     """One of float64 with an element for each position; an empty one whose rows are apart."""
-    q = torch.randn(1, 2, 9, 8, requires_grad=True)
+    q = torch.randn(1, 1, 9, 8, requires_grad=True)  # an element of bias is for one position
     bias, nothing = torch.randn(9, 9, dtype=torch.float64, requires_grad=True), torch.randn(4, 100)[:0, :5].requires_grad_()
     for mod in (lambda score, b, h, i, j: score + bias[i, j], lambda score, b, h, i, j: score + nothing[i - j, h]):
         captured = nothing if "nothing" in mod.__code__.co_freevars else bias
