@@ -17,7 +17,7 @@ def getitem(tensor: torch.Tensor, index):
     """tensor[index] of captured tensors. torch reads a place that is an integer tensor of no dimension as a number: that would wait for a
     GPU, and where operations are recorded nobody knows it. There the element is looked up."""
     parts = index if isinstance(index, tuple) else (index,)
-    simple = all(part is None or part is Ellipsis or isinstance(part, (int, torch.SymInt, slice)) or _is_place(part) for part in parts)
+    simple = all(part is None or part is Ellipsis or type(part) in (int, torch.SymInt, slice) or _is_place(part) for part in parts)
     if not simple or not any(_is_place(part) and _is_unknown(part) for part in parts):
         return tensor[index]
     dim, left = 0, tensor.ndim - sum(part is not None and part is not Ellipsis for part in parts)
@@ -27,7 +27,7 @@ def getitem(tensor: torch.Tensor, index):
             tensor = tensor.index_select(dim, from_start.reshape(1)).squeeze(dim)
         elif part is Ellipsis:
             dim += left
-        elif isinstance(part, (int, torch.SymInt)):
+        elif type(part) in (int, torch.SymInt):
             tensor = tensor.select(dim, part)
         else:
             tensor = tensor[(slice(None),) * dim + (part,)]
