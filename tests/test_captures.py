@@ -362,8 +362,9 @@ def test_a_mod_may_not_change_captured_tensors(change):
     """How often a mod runs is not for it to know. A copy of its own it may change."""
     table, names = torch.ones(3), {"torch": torch, "F": F, "operator": operator}
     exec(f"def mod(score, b, h, q_idx, kv_idx, table=table):\n    {change}\n    return score + table[h]", names | {"table": table}, names)
-    with pytest.raises(ModError, match="changes a captured tensor"):
+    with pytest.raises(ModError, match="changes a captured tensor") as refused:
         bind(names["mod"], "score")
+    assert 'File "<string>", line 2' in str(refused.value)
     assert torch.equal(table, torch.ones(3))
     names["table"] = table
     exec(

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
 import types
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -92,7 +92,7 @@ class TracingRun(Run):
         self._names.add(name)
         return name
 
-    @contextmanager
+    @contextlib.contextmanager
     def reading(self, function, args: tuple, kwargs: dict):
         """A mod may write into tensors that it has made. How often it runs is not for it to know, so it changes nothing else."""
         foreign = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference() and _storage_of(t) not in self._own]
@@ -126,7 +126,7 @@ class TracingRun(Run):
             file = frame.f_code.co_filename
             if file.startswith(_TORCH):
                 within_torch = within_torch or frame
-            elif found is None and not file.startswith(_WORKSHOP):
+            elif found is None and not file.startswith(_WORKSHOP) and file != _CONTEXTS:
                 found = frame
             frame = frame.f_back
         if found is not None and frame is not None:
@@ -236,7 +236,7 @@ class EagerRun(TracingRun):
         hidden = node.dtype.is_floating_point and self.hides_gradients() and node.op != DETACHED
         return self.table.make(DETACHED, (node,), node.dtype, source=node.source) if hidden else node
 
-    @contextmanager
+    @contextlib.contextmanager
     def active(self):
         """With autograd.Functions in reach, calls are watched (but not under a profiler): some make no node, and are met as applied."""
         with super().active():
@@ -289,7 +289,7 @@ _CONVERSIONS = {"__bool__", "__int__", "__float__", "__index__", "__len__", "__c
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)  # None where it is no Python
 _MOD = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _WORKSHOP = os.path.dirname(_MOD) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TORCH, _CONTEXTS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, contextlib.contextmanager.__code__.co_filename
 _MACHINERY = {
     os.path.join(_MOD, *name.split("/"))
     for name in (
