@@ -3034,6 +3034,13 @@ VARIOUS = [
         "an input of a mod that is named item is read from a tensor",
     ),
     Mutant(
+        "codegen/mod/tracing/runs.py",
+        " and file != _CONTEXTS:",
+        ":",
+        named("captures", "may_not_change"),
+        "a change of a captured tensor is in the line of a library",
+    ),
+    Mutant(
         "codegen/device/cpp.py",
         "    return threads if threads == 1 or _began[0] == os.getpid() else 1",
         "    return threads",
