@@ -74,11 +74,12 @@ def test_an_interrupted_first_switch_is_undone_at_the_next_one(monkeypatch):
     """Triton's own patches are made one by one, once in a process."""
     scores, mod = torch.randn(1, 1, 1, 1), score_mod(1)
     expected = evaluate_mod(mod, scores)
+    monkeypatch.setattr(tl, "of_others", object(), raising=False)  # since this process switched first
     pristine = language()
     for moment in (1, 5, 50, 300, 700):
         switching.restore()
-        monkeypatch.setattr(switching, "_changes", [])
-        monkeypatch.setattr(switching, "_setters", [])  # which are made of the changes
+        for known in ("_unchanged", "_changes", "_setters"):
+            monkeypatch.setattr(switching, known, [])
         assert strike_at(moment, lambda: evaluate_mod(mod, scores), (*_INTERPRETER, interpret.interpreter.__file__))
         switching.restore()
         assert same_language(pristine) and torch.equal(evaluate_mod(mod, scores), expected)

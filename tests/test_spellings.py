@@ -58,7 +58,7 @@ def test_every_spelling_gives_the_same_graph(name):
     form = FORMS[name][0]
     operands = accepted_operands(form)
     expected = bind(make_mod(form.format(*operands), "score", {}), "score")[0]
-    numbers = re.findall(r"(?<=, )\d[\d.]*(?=[,)])", form)  # that the form gives beside its operands
+    numbers = re.findall(r"(?<=, )(?:\d[\d.]*|torch\.tensor\([\d.]+\))(?=[,)])", form)  # that the form gives beside its operands
     for spelling in OPS[name].spellings:
         expression = spelled(spelling, (*operands[: arity(form)], *numbers))
         if expression is not None:
