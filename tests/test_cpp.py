@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import base64
-import contextlib
 import errno
 import math
 import os
@@ -491,17 +490,21 @@ def test_what_a_compiler_has_written_goes_with_it(monkeypatch, own_directory, tm
     assert list((tmp_path / "temporary").iterdir()) == [] and process[0].returncode == -signal.SIGKILL
 
 
-@contextlib.contextmanager
-def sleeping_child():
-    """A fork that lives on, beside threads."""
+def ends_beside_a_fork(begun) -> bool:
+    """Does a first call end that was under way, as the file `begun` says, while a fork was made that lives on?"""
+    thread = threading.Thread(target=attend, daemon=True)
+    thread.start()
+    while not begun.exists():
+        time.sleep(0.01)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
         child = os.fork()
     if child == 0:
         time.sleep(120)
         os._exit(0)
     try:
-        yield
+        thread.join(60)
+        return not thread.is_alive()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -513,13 +516,7 @@ def test_a_fork_holds_up_no_compiler(monkeypatch, own_directory, tmp_path):
     program.write_text(f'#!/bin/sh\nif [ "$1" = -x ]; then touch {shlex.quote(str(begun))}; sleep 1; fi\nexec c++ "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("CXX", str(program))
-    thread = threading.Thread(target=attend, daemon=True)
-    thread.start()
-    while not begun.exists():
-        time.sleep(0.01)
-    with sleeping_child():
-        thread.join(60)
-        assert not thread.is_alive()
+    assert ends_beside_a_fork(begun)
 
 
 def test_where_nothing_may_be_executed(monkeypatch, own_directory):
@@ -573,13 +570,7 @@ def test_a_fork_while_the_compiler_is_asked_who_it_is(monkeypatch, own_directory
     asked = []
     monkeypatch.setattr(platform, "processor", lambda: asked.append(1) or "")  # which reads from a pipe
     cache_clear()
-    thread = threading.Thread(target=attend, daemon=True)
-    thread.start()
-    while not begun.exists():
-        time.sleep(0.01)
-    with sleeping_child():
-        thread.join(60)
-        assert not thread.is_alive() and not asked
+    assert ends_beside_a_fork(begun) and not asked
 
 
 def test_no_room_for_temporary_files(monkeypatch, own_directory):
