@@ -2951,7 +2951,7 @@ VARIOUS = [
     ),
     Mutant(
         "codegen/mod/symbolic/lookups.py",
-        "if not simple or not any(_is_place(part) and _is_unknown(part) for part in parts):",
+        "if not simple or not any(holds_place(part) and _is_unknown(part) for part in parts):",
         "if True:",
         named("compiled_calls", "places_in_tensors"),
         "a place in a tensor of no dimension is read as a number",
@@ -2965,8 +2965,8 @@ VARIOUS = [
     ),
     Mutant(
         "codegen/text/layouts.py",
-        "max((reach, *shape)) >= 1 << 31",
-        "reach >= 1 << 31",
+        "max((reach_of(shape, strides), *shape)) >= 1 << 31",
+        "reach_of(shape, strides) >= 1 << 31",
         named("cpp", "more_than_32_bits"),
         "a size beyond int32 is added to an index in int32",
     ),
@@ -2978,9 +2978,9 @@ VARIOUS = [
         "the same where the layout is known as wide",
     ),
     Mutant(
-        "codegen/run/cpu_backward.py",
-        "1 + reach if like.numel() else 0",
-        "1 + reach",
+        "codegen/text/layouts.py",
+        " if 0 not in shape else 0",
+        "",
         named("cpp", "as_they_lie"),
         "gradients of empty tensors have a negative length",
     ),

@@ -15,6 +15,7 @@ from ..plan.cpu import BLOCK_M, ROWS, TASKS, CpuBackwardPlan, plan_cpu_backward
 from ..plan.extras import dropout_numbers
 from ..plan.forward import scales
 from ..registry import Table
+from ..text.layouts import reach_of
 from ..text.mod_text import mod_values
 from . import cpu
 from .backward_kernels import Call, Sizes
@@ -133,8 +134,7 @@ class Buffers:
             elif captured.role == "column":
                 gathered[captured.buffer] = torch.zeros((parting.parts, *like.shape), dtype=torch.float32, device="cpu")
             elif captured.role == "atomic":
-                reach = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
-                spans[captured] = 1 + reach if like.numel() else 0
+                spans[captured] = 1 + reach_of(like.shape, like.stride())
         self.one_copy = tasks * sum(spans.values()) > LARGEST
         for captured, span in spans.items():
             gathered[captured.buffer] = torch.zeros((1 if self.one_copy else tasks, span), dtype=torch.float32, device="cpu")

@@ -60,6 +60,10 @@ def _layouts(graph: ModGraph, whole: ModGraph, tensors: tuple, scalars: tuple, e
     for i, ((shape, strides), known) in enumerate(zip(tensors, inside, strict=True)):
         vector = 16 // graph.tensors[i].dtype.itemsize if i in by_rows and strides[-1] == 1 else 1 << 62
         pattern = tuple("0" if s == 0 else "1" if s == 1 else "v" if s % vector == 0 else "n" for s in strides)
-        reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
-        layouts.append(TensorLayout(pattern, max((reach, *shape)) >= 1 << 31, frozenset(known)))
+        layouts.append(TensorLayout(pattern, max((reach_of(shape, strides), *shape)) >= 1 << 31, frozenset(known)))
     return tuple(layouts)
+
+
+def reach_of(shape, strides) -> int:
+    """The offset of the last element in memory."""
+    return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0

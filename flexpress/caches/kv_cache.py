@@ -103,7 +103,7 @@ def update_cache(
                   anything is written: for positions and pages that are not in the cache, lengths that do not agree, and two tokens with
                   one place. By default where that does not wait for a GPU. Unchecked, what has no place (a page or an entry that is not
                   in the cache, such as -1; a position outside) is not written, nothing is read or written outside the tensors, and of
-                  two tokens with one place any may stay, as of two sequences that cu_seqlens_q gives one token its turned query
+                  two tokens with one place any may stay. A token that cu_seqlens_q gives to two sequences has one of their turned queries
 
     Other arguments as for cached_attention: kv_len counts the new positions, too. k_cache and v_cache are changed; their head dims must be
     contiguous. Where they overlap, as values that are a view of the keys, key and value must agree there: of two numbers for one place

@@ -17,12 +17,12 @@ def getitem(tensor: torch.Tensor, index):
     """tensor[index] of captured tensors. torch reads a place that is an integer tensor of no dimension as a number: that would wait for a
     GPU, and where operations are recorded nobody knows it. There the element is looked up."""
     parts = index if isinstance(index, tuple) else (index,)
-    simple = all(part is None or part is Ellipsis or type(part) in (int, torch.SymInt, slice) or _is_place(part) for part in parts)
-    if not simple or not any(_is_place(part) and _is_unknown(part) for part in parts):
+    simple = all(part is None or part is Ellipsis or type(part) in (int, torch.SymInt, slice) or holds_place(part) for part in parts)
+    if not simple or not any(holds_place(part) and _is_unknown(part) for part in parts):
         return tensor[index]
     dim, left = 0, tensor.ndim - sum(part is not None and part is not Ellipsis for part in parts)
     for part in parts:
-        if _is_place(part):
+        if holds_place(part):
             from_start = torch.where(part < 0, part + tensor.shape[dim], part)
             tensor = tensor.index_select(dim, from_start.reshape(1)).squeeze(dim)
         elif part is Ellipsis:
@@ -35,13 +35,14 @@ def getitem(tensor: torch.Tensor, index):
     return tensor
 
 
+def holds_place(part) -> bool:
+    """Is a part of an index a captured tensor of no dimension that holds an integer? (One of uint8 is a mask.)"""
+    return isinstance(part, torch.Tensor) and not part.ndim and part.dtype not in (torch.bool, torch.uint8) and not part.is_floating_point()
+
+
 def has_place(index) -> bool:
-    """Is an integer tensor of no dimension among the parts of an index?"""
-    return any(map(_is_place, index)) if isinstance(index, tuple) else _is_place(index)
-
-
-def _is_place(part) -> bool:
-    return isinstance(part, torch.Tensor) and part.ndim == 0 and part.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+    """Does a part of an index hold one?"""
+    return any(map(holds_place, index)) if isinstance(index, tuple) else holds_place(index)
 
 
 def _is_unknown(tensor: torch.Tensor) -> bool:

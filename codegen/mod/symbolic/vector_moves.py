@@ -11,6 +11,7 @@ from ..captured.stand_ins import HostValue, pinned
 from ..captured.tensors import is_traced_kind
 from ..current import Run, running
 from .integers import with_indices
+from .lookups import holds_place
 from .nodes import Unrecorded, Unseen, cast, index_tensor, to_expr
 from .symbols import Sym, TensorView, Vector
 from .vectors import LARGEST, as_vector, check_size, literal, pinned_all, size_of
@@ -148,7 +149,7 @@ def moved(name: str, args: tuple, kwargs: dict):
 
 def _chosen(vector: Vector, index: tuple):
     """A vector indexed by symbols in its first dimensions: they are compared with all places. Outside it is 0, as captured tensors are."""
-    index = tuple(Sym(to_expr(i)) if _is_number(i) else pinned_all(i) for i in index)
+    index = tuple(Sym(to_expr(i)) if holds_place(i) else pinned_all(i) for i in index)
     if len(index) > vector.ndim or not all(type(i) in (Sym, int) for i in index):
         raise running().error("a vector is indexed by symbols beside others than numbers", "Index the captured tensor by them.")
     found = vector
@@ -225,15 +226,10 @@ def _elements(numbers, items: list[Sym]):
     return Vector([items[i] for i in numbers.flatten().tolist()], numbers.shape)
 
 
-def _is_number(i) -> bool:
-    """Is an index a captured tensor that holds an integer?"""
-    return isinstance(i, torch.Tensor) and not i.ndim and i.dtype not in (torch.bool, torch.uint8) and not i.is_floating_point()
-
-
 def _is_place(index) -> bool:
     """Is it the place of an element that captured tensors say? A kernel reads those, so that another place compiles nothing."""
     parts = index if isinstance(index, tuple) else (index,)
-    return any(map(_is_number, parts)) and all(_is_number(i) or type(i) is int for i in parts)
+    return any(map(holds_place, parts)) and all(holds_place(i) or type(i) is int for i in parts)
 
 
 def _has_symbols(index) -> bool:

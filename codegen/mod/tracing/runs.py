@@ -289,22 +289,17 @@ _CONVERSIONS = {"__bool__", "__int__", "__float__", "__index__", "__len__", "__c
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)  # None where it is no Python
 _MOD = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _WORKSHOP = os.path.dirname(_MOD) + os.sep
-_TORCH, _CONTEXTS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, contextlib.contextmanager.__code__.co_filename
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_CONTEXTS = contextlib.contextmanager.__code__.co_filename  # whose frames end contexts of the workshop
 _MACHINERY = {
-    os.path.join(_MOD, *name.split("/"))
-    for name in (
-        "current.py",
-        "captured/stand_ins.py",
-        "symbolic/symbols.py",
-        "symbolic/dispatch.py",
-        "symbolic/methods.py",
-        "symbolic/nodes.py",
-        "symbolic/graph_mod.py",
-        "tracing/runs.py",
-        "tracing/trace.py",
-        "tracing/capture.py",
-        "tracing/calls.py",
-    )
+    os.path.join(_MOD, *folder, f"{name}.py")
+    for folder, names in {
+        (): "current",
+        ("captured",): "stand_ins",
+        ("symbolic",): "symbols dispatch methods nodes graph_mod",
+        ("tracing",): "runs trace capture calls",
+    }.items()
+    for name in names.split()
 }
 
 
